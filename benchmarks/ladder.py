@@ -149,7 +149,7 @@ def _touched(pages: Pages, no: Array) -> Pages:
         return x.at[0, 0].set(jnp.where(no, jnp.zeros_like(x[0, 0]), x[0, 0]))
 
     table, length = jnp.where(no, -1, pages.table), jnp.where(no, 0, pages.length)
-    scales = None if pages.scales is None else slot(pages.scales)
+    scales = jax.tree.map(slot, pages.scales)
     return dataclasses.replace(
         pages, k=slot(pages.k), v=slot(pages.v), scales=scales, table=table, length=length
     )

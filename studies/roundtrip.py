@@ -89,10 +89,7 @@ def read_back(
         heads=heads,
         lists=1,
         entries=entries,
-        head_dim=dim,
-        width=storage.width(dim),
-        dtype=storage.dtype(k.dtype),
-        scaled=storage.scaled,
+        **storage.layout(page, dim, k.dtype),
         meta=(),
         summary={},
     )

@@ -57,7 +57,7 @@ def shuffled(pages: Pages, random: np.random.Generator, group: int, together: bo
         p,
         k=mix(p.k),
         v=mix(p.v),
-        scales=None if p.scales is None else move(p.scales),
+        scales=jax.tree.map(lambda x: mix(x) if x.shape[1] == p.size else move(x), p.scales),
         pos=mix(p.pos),
         meta={n: mix(x) for n, x in p.meta.items()},
         summary={n: move(x) for n, x in p.summary.items()},
@@ -105,6 +105,6 @@ def poisoned(pages: Pages) -> Pages:
         v=spoil(pages.v, slot),
         pos=spoil(pages.pos, slot, 1),
         meta={n: spoil(x, slot, sign * POISON) for sign, (n, x) in zip((1, -1), pages.meta.items())},
-        scales=None if pages.scales is None else spoil(pages.scales, free),
+        scales=jax.tree.map(lambda x: spoil(x, slot if x.shape[1] == pages.size else free), pages.scales),
         summary={n: spoil(x, free) for n, x in pages.summary.items()},
     )

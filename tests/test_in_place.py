@@ -21,6 +21,8 @@ SPECS = (
     "conf_kv(recent=24) + int8(32) + confidence(40, loose=64)",
     pytest.param("snapkv(24) + uniform(40, every(8))", marks=pytest.mark.slow),
     pytest.param("int8(24)", marks=pytest.mark.slow),  # codes and their scales are in the one above, too
+    "kivi(2, recent=24, group=8)",
+    pytest.param("fp8(24, hadamard=True)", marks=pytest.mark.slow),
     "write_gate(0.5, window=24) + quest(chunks=2, chunk=8)",
 )
 PAGE = 16

@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import layer
+from kvjax.algebra import Native
 from kvjax.cache import pages as paging
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
@@ -52,8 +53,10 @@ def made(info: layer.LayerInfo, poison: float = 0.0, dtype: str = "bfloat16") ->
     bits = jnp.zeros((B, K, W), bool).at[:, 0].set(True)
     meta = {name: jnp.asarray(rng.random(x.shape), x.dtype) for name, x in ring.meta.items()}
     ring = rings.Ring(k=jnp.asarray(k, dtype), v=jnp.asarray(v, dtype), admit=bits, meta=meta)
-    shape = {"rows": B, "heads": K, "lists": 1, "entries": M, "head_dim": H, "width": H}
-    pages = pool.empty(pages=20, size=S, dtype=jnp.dtype(dtype), scaled=False, summary={}, **shape, **kept)
+    shape: dict = {"rows": B, "heads": K, "lists": 1, "entries": M}
+    pages = pool.empty(
+        pages=20, size=S, summary={}, **Native().layout(S, H, jnp.dtype(dtype)), **shape, **kept
+    )
     pages = dataclasses.replace(pages, k=jnp.full_like(pages.k, poison), v=jnp.full_like(pages.v, poison))
     old = [jnp.asarray(rng.normal(size=(B, K, 14, H)), dtype) for _ in "kv"]
     pos = jnp.broadcast_to(jnp.arange(14), (B, 14))

@@ -51,10 +51,7 @@ def empty(storage: Storage, count: int) -> Pages:
         heads=K,
         lists=R,
         entries=M,
-        head_dim=H,
-        width=storage.width(H),
-        dtype=storage.dtype(jnp.dtype(jnp.float32)),
-        scaled=storage.scaled,
+        **storage.layout(S, H, jnp.dtype(jnp.float32)),
         meta=("age",),
         summary={"top": (H,)},
     )

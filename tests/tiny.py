@@ -26,7 +26,7 @@ from kvjax.decode._by_layer import outer
 from kvjax.models import decoder
 from kvjax.models.layout import drawn
 from kvjax.models.spec import ModelSpec, Rope
-from pallas_kernels.ragged_decode.api import floats
+from pallas_kernels.ragged_decode.api import values
 
 PAGE = 8
 CONTEXT = 72
@@ -226,9 +226,9 @@ def held(*rooms: Pages) -> Held:
 
 
 def _hold(p: Pages, lists: Held) -> None:
-    k, v = np.asarray(floats(p.k)), np.asarray(floats(p.v))
+    k, v = p.k, p.v
     if p.scales is not None:
-        k, v = k * p.scales[:, None, 0], v * p.scales[:, None, 1]
+        k, v = (np.asarray(values(x, p.scales, i)) for i, x in enumerate((k, v)))
     kept = [np.asarray(p.meta[n], np.float32).reshape(*p.pos.shape, -1) for n in sorted(p.meta)]
     meta = np.concatenate(kept, axis=-1) if kept else np.zeros((*p.pos.shape, 0))
     for (b, head, r), length in np.ndenumerate(p.length):

@@ -309,6 +309,11 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             "after its tokens were absorbed, so a read would subtract other values than were added. Use "
             "native storage."
         )
+    if not p.completion.idle and p.storage.turned:
+        raise PolicyError(
+            f"{p.completion!r} reads keys in the channels it was trained for, and {p.storage!r} holds them "
+            "turned. Leave hadamard out."
+        )
     if not p.completion.idle and p.selection.estimates:
         raise PolicyError(
             f"{p.completion!r} would count twice beside {p.selection!r}, whose estimate already represents "

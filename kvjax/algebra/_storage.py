@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.algebra._part import Part
-from kvjax.cache.pages import Pages
+from kvjax.cache.pages import Coming, Pages
 from kvjax.cache.write import scattered
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ class Storage(Part):
 
     Class attributes:
       exact: a slot holds the key and value in the model's own dtype.
-      scaled: pages carry scales, one per channel.
+      scaled: pages carry scales (``scales``).
     """
 
     place = "storage"
@@ -40,7 +42,45 @@ class Storage(Part):
         """
         return head_dim
 
-    def write(self, pages: Pages, page: Array, slot: Array, k: Array, v: Array) -> Pages:
+    def scales(self, size: int, head_dim: int) -> Any:
+        """Shapes and dtypes of the scales of a page of ``size`` slots, a pytree; None where it has none.
+
+        Raises:
+          PolicyError: pages of so many slots do not fit.
+        """
+        return None
+
+    def layout(self, size: int, head_dim: int, model: jnp.dtype) -> dict[str, Any]:
+        """What ``cache.pool.empty`` has to know of it, by name."""
+        return {
+            "width": self.width(head_dim),
+            "dtype": self.dtype(model),
+            "scales": self.scales(size, head_dim),
+            "turned": self.turned,
+        }
+
+    def page_bytes(self, size: int, head_dim: int) -> int:
+        """Bytes of these scales."""
+        leaves = jax.tree.leaves(self.scales(size, head_dim))
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+    @property
+    def turned(self) -> bool:
+        """Are keys and values stored turned, so that a read turns its queries, too (``Pages.turned``)?"""
+        return False
+
+    @property
+    def foresees(self) -> int:
+        """How many of the tokens that leave the window next ``write`` is shown (``coming``)."""
+        return 0
+
+    def slot_bytes(self, head_dim: int, model: jnp.dtype) -> float:
+        """Bytes that a byte budget counts for a slot: its key and value, and scales where they are many."""
+        return 2 * self.width(head_dim) * self.dtype(model).itemsize
+
+    def write(
+        self, pages: Pages, page: Array, slot: Array, k: Array, v: Array, coming: Coming | None = None
+    ) -> Pages:
         """Writes k, v [..., H] into the slots; drops those whose page is out of range."""
         return dataclasses.replace(
             pages,

@@ -16,7 +16,7 @@ Why: kvjax/DESIGN.md, 3.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +29,15 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
 
 
-@pytree(static=("shared",))
+@pytree(static=("shared", "turned"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pages:
     """The paged tokens of one layer: a pool, and which KV head owns which page of it.
 
     Attributes:
       k, v: the pool, X = H; codes when the storage part quantises, and X what holds those of H channels.
-      scales: per page and channel, for K and V; only grow while a page is owned. None for float pools.
+      scales: of codes, arrays that begin with [P]: [P, 2, H], one a channel for K and V, or what else the
+        storage part has (``Storage.scales``). They only grow while a page is owned. None for float pools.
       pos: true position of the token in each slot.
       meta: per-slot values of policy parts; mostly one float a slot (``Part.arrays``).
       summary: per-page values of the selection part, each a function of the page's content alone.
@@ -47,11 +48,12 @@ class Pages:
       n_free: pages on the stack.
       overflow: a token could not be stored because the pool or a list was full; never set in a sound run.
       shared: may a page have several owners? Static, since such pools are read by other programs.
+      turned: do keys and values lie turned by a Hadamard matrix? A read then turns queries and output.
     """
 
     k: Num[Array, "P S X"]
     v: Num[Array, "P S X"]
-    scales: Float[Array, "P 2 H"] | None
+    scales: Any
     pos: Int[Array, "P S"]
     meta: dict[str, Float[Array, "P S"]]
     summary: dict[str, Float[Array, "P ..."]]
@@ -62,6 +64,7 @@ class Pages:
     n_free: Int[Array, ""]
     overflow: Bool[Array, ""]
     shared: bool = False
+    turned: bool = False
 
     per_device = ("n_free", "overflow")
 
@@ -87,13 +90,24 @@ class Pages:
     @property
     def head_dim(self) -> int:
         """H, channels of a key."""
-        return (self.k if self.scales is None else self.scales).shape[-1]
+        return (jax.tree.leaves(self.scales) or [self.k])[0].shape[-1]
+
+
+class Coming(NamedTuple):
+    """Keys that will follow those that are written, and where they will lie; pages that are not there yet are
+    out of range."""
+
+    page: Int[Array, "B K C"]
+    slot: Int[Array, "B K C"]
+    k: Float[Array, "B K C H"]
 
 
 class Codec(Protocol):
     """What the pages need of a storage part: see ``kvjax.algebra.Storage``."""
 
-    def write(self, pages: Pages, page: Array, slot: Array, k: Array, v: Array) -> Pages:
+    def write(
+        self, pages: Pages, page: Array, slot: Array, k: Array, v: Array, coming: Coming | None = None
+    ) -> Pages:
         """Put k, v into slots; pages out of range are dropped."""
         ...
 
@@ -125,6 +139,7 @@ def append(
     new: Entry,
     list_id: Int[Array, "B K T"],
     hole: Int[Array, "B K T"] | None = None,
+    coming: tuple[Array, Array] | None = None,
 ) -> Pages:
     """Store tokens at the ends of their KV heads' lists, taking pages from the pool as needed.
 
@@ -135,9 +150,10 @@ def append(
       new: T tokens; ``new.admit`` is not looked at here.
       list_id: the list each token goes to, per KV head, or EMPTY for tokens that are not stored.
       hole: a live slot of that list whose token is replaced by this one; EMPTY: none.
+      coming: page lists [B, K, C] and keys of the tokens that follow, for codecs that look ahead.
     """
     pos = jnp.broadcast_to(new.pos[:, None, :], list_id.shape)
-    return store(pages, codec, chooser, list_id, new.k, new.v, pos, new.meta, hole)
+    return store(pages, codec, chooser, list_id, new.k, new.v, pos, new.meta, hole, coming)
 
 
 def store(
@@ -150,20 +166,21 @@ def store(
     pos: Int[Array, "B K T"],
     meta: dict[str, Float[Array, "B K T"]],
     hole: Int[Array, "B K T"] | None = None,
+    coming: tuple[Array, Array] | None = None,
 ) -> Pages:
     """``append`` of tokens that need not be the same in all KV heads."""
-    lists = pages.length.shape[2]
-    want = list_id[..., None] == jnp.arange(lists)  # [B, K, T, R]
+    want = _of_lists(pages, list_id)
     longer = want if hole is None else want & (hole < 0)[..., None]
-    rank = jnp.cumsum(longer, axis=2) - 1
     pages, grown = _take_pages(pages, longer.sum(axis=2), k.shape[2])
-    index = (pages.length[:, :, None, :] + rank) * want  # list index of each token, in its own list
-    index = index.sum(axis=-1)
+    index = _appended(pages.length, want, longer)
     index = index if hole is None else jnp.where(hole >= 0, hole, index)
-    page = _page_of(pages, jnp.maximum(list_id, 0), index)
-    page = jnp.where(list_id >= 0, page, pages.count)  # out of range: dropped by every scatter
-    slot = index % pages.size
-    pages = codec.write(pages, page, slot, k, v)
+    page, slot = _place(pages, list_id, index)
+    if coming is None:
+        pages = codec.write(pages, page, slot, k, v)
+    else:
+        later = _of_lists(pages, coming[0])
+        place = _place(pages, coming[0], _appended(grown, later, later))
+        pages = codec.write(pages, page, slot, k, v, Coming(*place, coming[1]))
     pages = dataclasses.replace(
         pages,
         pos=pages.pos.at[page, slot].set(pos, mode="drop"),
@@ -174,6 +191,24 @@ def store(
         length=grown,
     )
     return _summarise(pages, codec, chooser, page if page.shape[2] == 1 else None)
+
+
+def _of_lists(pages: Pages, list_id: Int[Array, "B K T"]) -> Bool[Array, "B K T R"]:
+    """Which list each token goes to."""
+    return list_id[..., None] == jnp.arange(pages.length.shape[2])
+
+
+def _appended(
+    length: Int[Array, "B K R"], want: Bool[Array, "B K T R"], longer: Bool[Array, "B K T R"]
+) -> Int[Array, "B K T"]:
+    """List index of each token, in its own list; those that make a list ``longer`` follow each other."""
+    return ((length[:, :, None, :] + jnp.cumsum(longer, axis=2) - 1) * want).sum(axis=-1)
+
+
+def _place(pages: Pages, list_id: Int[Array, "B K T"], index: Int[Array, "B K T"]) -> tuple[Array, Array]:
+    """Page and slot of these list indices; tokens without a list are out of range, so dropped by scatters."""
+    page = _page_of(pages, jnp.maximum(list_id, 0), index)
+    return jnp.where(list_id >= 0, page, pages.count), index % pages.size
 
 
 def _take_pages(pages: Pages, extra: Int[Array, "B K R"], most: int) -> tuple[Pages, Array]:
@@ -202,7 +237,7 @@ def _take_pages(pages: Pages, extra: Int[Array, "B K R"], most: int) -> tuple[Pa
         table=table,
         refs=pages.refs.at[ids].add(1, mode="drop"),
         # A page starts its life with scale zero: the first token sets it.
-        scales=None if pages.scales is None else pages.scales.at[ids].set(0.0, mode="drop"),
+        scales=jax.tree.map(lambda x: x.at[ids].set(0, mode="drop"), pages.scales),
         n_free=jnp.maximum(pages.n_free - total, 0),
         overflow=pages.overflow | short,
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,34 +155,35 @@ def empty(
     heads: int,
     lists: int,
     entries: int,
-    head_dim: int,
     width: int,
     dtype: jnp.dtype,
-    scaled: bool,
+    scales: Any,
     meta: tuple[str, ...],
     summary: dict[str, tuple[int, ...]],
     arrays: Mapping[str, tuple[tuple[int, ...], str]] = {},
+    turned: bool = False,
 ) -> Pages:
     """A pool with all its pages free.
 
     Args:
       pages, size: P pages of S slots.
       rows, heads, lists, entries: B, K, R and M, the shape of the page table.
-      head_dim: channels of a key.
-      width, dtype, scaled: elements that hold them; ``scaled`` pools carry a scale for each channel.
+      width, dtype: elements that hold a key.
+      scales, turned: see ``Storage``.
       meta: names of per-slot values.
       summary: shape of each per-page value.
       arrays: those of ``meta`` that are not one float32 a slot: shape and dtype.
     """
     slot, put = (pages, size), jax.device_put  # what is small and no zero is made by NumPy
-    scales = {"scales": ((pages, 2, head_dim), jnp.float32)} if scaled else {}
+    leaves, tree = jax.tree.flatten(scales)
+    of_scales = {f"scale {at}": ((pages, *leaf.shape), leaf.dtype) for at, leaf in enumerate(leaves)}
     of_parts = of_slots(slot, meta, arrays)
     of_pages = {f"page {name}": ((pages, *shape), jnp.float32) for name, shape in summary.items()}
-    made = zeros(k=((*slot, width), dtype), v=((*slot, width), dtype), **scales, **of_parts, **of_pages)
+    made = zeros(k=((*slot, width), dtype), v=((*slot, width), dtype), **of_scales, **of_parts, **of_pages)
     return Pages(
         k=made["k"],
         v=made["v"],
-        scales=made.get("scales"),
+        scales=tree.unflatten([made[name] for name in of_scales]),
         pos=put(np.full(slot, EMPTY, np.int32)),
         meta={name: made[name] for name in meta},
         summary={name: made[f"page {name}"] for name in summary},
@@ -191,6 +193,7 @@ def empty(
         free=put(np.arange(pages, dtype=np.int32)[::-1]),
         n_free=put(np.int32(pages)),
         overflow=put(np.False_),
+        turned=turned,
     )
 
 
@@ -214,7 +217,7 @@ def resize(pages: Pages, count: int) -> Pages:
         pages,
         k=carry(pages.k),
         v=carry(pages.v),
-        scales=None if pages.scales is None else carry(pages.scales),
+        scales=jax.tree.map(carry, pages.scales),
         pos=carry(pages.pos),
         meta={name: carry(x) for name, x in pages.meta.items()},
         summary={name: carry(x) for name, x in pages.summary.items()},
@@ -245,7 +248,7 @@ def pick_rows(pages: Pages, index: jnp.ndarray, count: int) -> Pages:
         pages,
         k=pages.k[origin],
         v=pages.v[origin],
-        scales=None if pages.scales is None else pages.scales[origin],
+        scales=jax.tree.map(lambda x: x[origin], pages.scales),
         pos=pages.pos[origin],
         meta={name: x[origin] for name, x in pages.meta.items()},
         summary={name: x[origin] for name, x in pages.summary.items()},

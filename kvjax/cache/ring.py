@@ -199,6 +199,31 @@ def leaving(ring: Ring, new: Entry, length: Int[Array, " B"], count: Int[Array, 
     )
 
 
+def following(ring: Ring, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"], most: int) -> Entry:
+    """The ``most`` tokens that leave the window after those of ``leaving``, oldest first; without metadata.
+
+    Args:
+      ring, new, length, count: as for ``leaving``.
+      most: how many; beyond the newest token ``pos`` is EMPTY.
+    """
+    t, w = new.k.shape[2], ring.window
+    pos = (length + count - w)[:, None] + jnp.arange(most)[None, :]
+    pos = jnp.where((pos >= 0) & (pos < (length + count)[:, None]), pos, EMPTY)
+    old = (pos < length[:, None])[:, None]
+    slot, at = (pos % w)[:, None], jnp.clip(pos - length[:, None], 0, t - 1)[:, None]
+
+    def gather(held: Array, arriving: Array) -> Array:
+        more = [1] * (held.ndim - 3)
+        first, then = (
+            jnp.take_along_axis(x, index.reshape(*index.shape, *more), axis=2)
+            for x, index in ((held, slot), (arriving, at))
+        )
+        return jnp.where(old.reshape(*old.shape, *more), first, then.astype(first.dtype))
+
+    k, v, admit = gather(ring.k, new.k), gather(ring.v, new.v), gather(ring.admit, new.admit)
+    return Entry(k=k, v=v, pos=pos, admit=admit, meta={})
+
+
 def live(length: Int[Array, " B"], window: int) -> Int[Array, " B"]:
     """Tokens a row holds in a ring of ``window`` slots."""
     return jnp.minimum(length, window)

@@ -123,7 +123,7 @@ def _insert_pages(
         pages,
         k=carry(pages.k, source.k),
         v=carry(pages.v, source.v),
-        scales=None if pages.scales is None else carry(pages.scales, source.scales),
+        scales=jax.tree.map(carry, pages.scales, source.scales),
         pos=carry(pages.pos, source.pos),
         meta={name: carry(x, source.meta[name]) for name, x in pages.meta.items()},
         summary={name: carry(x, source.summary[name]) for name, x in pages.summary.items()},

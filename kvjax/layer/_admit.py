@@ -22,13 +22,16 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
 
-def admit(info: LayerInfo, cache: LayerCache, leaving: Entry, final: bool = False) -> LayerCache:
+def admit(
+    info: LayerInfo, cache: LayerCache, leaving: Entry, following: Entry | None = None, final: bool = False
+) -> LayerCache:
     """Leaving tokens go to the pages, to φ, or are dropped.
 
     Args:
       info: which layer.
       cache: whose ring they leave.
       leaving: T tokens, ``admit`` decides.
+      following: the tokens that leave next (``following``).
       final: a whole prompt was ranked and nothing is evicted after it: tokens go where they will stay,
         old ones straight to the demoted pages.
     """
@@ -36,7 +39,7 @@ def admit(info: LayerInfo, cache: LayerCache, leaving: Entry, final: bool = Fals
         return cache
     policy, list_id = info.policy, destination(info, leaving)
     stored = [
-        paging.append(pages, codec, policy.selection, leaving, ids)
+        paging.append(pages, codec, policy.selection, leaving, ids, coming=_coming(info, following))
         for pages, codec, ids in zip(
             cache.pools,
             codecs(policy, cache),
@@ -64,6 +67,7 @@ def admit_or_replace(
         return dataclasses.replace(cache, ring=rings.put(cache.ring, new, length, count))
     storage, selection = codecs(info.policy, cache)[0], info.policy.selection
     leaving = rings.leaving(cache.ring, new, length, count)
+    next_out = following(info, cache, new, length, count)
     list_id = destination(info, leaving)
     hole = slot_to_replace(info, cache, leaving, list_id, length + count, count)
     if hole is not None:
@@ -72,9 +76,9 @@ def admit_or_replace(
     # XLA on CPU keeps no order but that of data, and would copy the ring to write it beside a read. So what
     # is written comes out of the branches that use what was read, in one of them seemingly changed.
     def enter(pages: Pages, k: Array, v: Array) -> tuple[Pages, Array, Array]:
-        pages = paging.append(pages, storage, selection, leaving, list_id, hole)
+        pages = paging.append(pages, storage, selection, leaving, list_id, hole, _coming(info, next_out))
         never = (leaving.pos < EMPTY)[:, None, :, None]
-        return pages, jnp.where(never, leaving.k, k), jnp.where(never, leaving.v, v)
+        return pages, jnp.where(never, seen_keys(leaving, next_out), k), jnp.where(never, leaving.v, v)
 
     def if_any(*same: Any) -> tuple[Pages, Array, Array]:
         return jax.lax.cond(jnp.any(list_id >= 0), enter, lambda *same: same, *same)
@@ -86,6 +90,29 @@ def admit_or_replace(
     new = dataclasses.replace(new, k=k, v=v)
     ring = rings.put(cache.ring, new, length, count)
     return _completed(info, dataclasses.replace(cache, pages=pages, ring=ring), leaving)
+
+
+def following(
+    info: LayerInfo, cache: LayerCache, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"]
+) -> Entry | None:
+    """The tokens that leave the window next, where the storage part looks at them; else None.
+
+    Not where a budget acts while decoding: it may evict them before.
+    """
+    policy = info.policy
+    most = min(policy.storage.foresees, cache.ring.window)
+    if not most or policy.decides_later or cache.pages is None:
+        return None
+    return rings.following(cache.ring, new, length, count, most)
+
+
+def _coming(info: LayerInfo, entry: Entry | None) -> tuple[Array, Array] | None:
+    return None if entry is None else (destination(info, entry), entry.k)
+
+
+def seen_keys(leaving: Entry, next_out: Entry | None) -> Array:
+    """Keys that depend on all that was read of the ring's."""
+    return leaving.k if next_out is None else leaving.k + next_out.k.sum(axis=2, keepdims=True)
 
 
 def destination(info: LayerInfo, leaving: Entry) -> Int[Array, "B K T"]:

@@ -68,7 +68,7 @@ class LayerInfo:
     def frame(self, k: Float[Array, "B K T H"], observed: Observation | None = None) -> Frame:
         """Where a budget's target is asked for."""
         policy, storage = self.policy, self.policy.storage
-        slot = 2 * storage.width(k.shape[-1]) * storage.dtype(k.dtype).itemsize
+        slot = storage.slot_bytes(k.shape[-1], k.dtype)
         shown = observed if policy.budget.needs else None
         heads = self.heads.count(k.shape[1])
         place = (self.layer, self.layers, heads, slot)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from kvjax.algebra import Native
 from kvjax.cache import pages as paging
 from kvjax.cache import ring as rings
-from kvjax.cache.pages import Pages
+from kvjax.cache.pages import Coming, Pages
 from kvjax.cache.ring import Entry, Ring
 from kvjax.cache.state import LayerCache
 from kvjax.layer._admit import destination
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 class Unwritten(Native):
     """Finds slots; the kernel writes their keys and values."""
 
-    def write(self, pages: Pages, page: Array, slot: Array, k: Array, v: Array) -> Pages:
+    def write(
+        self, pages: Pages, page: Array, slot: Array, k: Array, v: Array, coming: Coming | None = None
+    ) -> Pages:
         """The same pages."""
         return pages
 

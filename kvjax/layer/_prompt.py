@@ -12,7 +12,7 @@ from kvjax.cache import ring as rings
 from kvjax.cache.pages import Slots
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
-from kvjax.layer._admit import admit
+from kvjax.layer._admit import admit, following
 from kvjax.layer._info import LayerInfo, arriving, major, observe
 from kvjax.layer._mass import accumulate_mass, query_weights
 from kvjax.layer._read import attend_among, merged
@@ -132,11 +132,11 @@ def store(info: LayerInfo, cache: LayerCache, new: Entry, count: Int[Array, " B"
     """
     left = new.pos < (count - cache.ring.window)[:, None]
     leaving = dataclasses.replace(new, pos=jnp.where(left, new.pos, EMPTY))
-    cache = admit(info, cache, leaving, final=True)
+    before = jnp.zeros_like(count)
+    cache = admit(info, cache, leaving, following(info, cache, new, before, count), final=True)
     # Queries are already laid as the ring holds them.
     queries = {name: new.queries[name] for name in cache.ring.queries}
-    bare = dataclasses.replace(cache.ring, queries={})
-    ring = rings.put(bare, new, jnp.zeros_like(count), count)
+    ring = rings.put(dataclasses.replace(cache.ring, queries={}), new, before, count)
     return dataclasses.replace(cache, ring=dataclasses.replace(ring, queries=queries))
 
 

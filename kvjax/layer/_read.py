@@ -141,6 +141,7 @@ def read_pages(
                 mass=with_mass,
                 softcap=softcap,
                 shared=pages.shared,
+                turn=pages.turned,
             )
         if with_mass:
             partials.append((partial[0].reshape(q.shape), partial[1].reshape(q.shape[:3])))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from kvjax.cache import ring as rings
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
-from kvjax.layer._admit import admit, admit_or_replace
+from kvjax.layer._admit import admit, admit_or_replace, following, seen_keys
 from kvjax.layer._demote import demote
 from kvjax.layer._evict import due, evict
 from kvjax.layer._info import LayerInfo, arriving, major, observe
@@ -139,8 +139,10 @@ def chunk(
     never = (lse > jnp.inf).any(axis=(1, 2))
     if cache.pages is not None:
         leaving = rings.leaving(ring, new, length, count)
-        new, leaving = _exchanged(never, new, leaving), _exchanged(never, leaving, new)
-        cache = admit(info, cache, leaving)
+        next_out = following(info, cache, new, length, count)
+        read = dataclasses.replace(leaving, k=seen_keys(leaving, next_out))
+        new, leaving = _exchanged(never, new, read), _exchanged(never, leaving, new)
+        cache = admit(info, cache, leaving, next_out)
     else:
         new = _exchanged(never, new, jax.tree.map(jnp.zeros_like, new))
     cache = dataclasses.replace(cache, ring=rings.put(ring, new, length, count))

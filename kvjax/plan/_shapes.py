@@ -206,14 +206,13 @@ def _layer_size(
 def _pages_read(case: Deployment, pages: Pages, slots: int) -> int:
     """Keys, values and scales of so many slots of each KV head."""
     slot = 2 * pages.k.shape[-1] * pages.k.dtype.itemsize
-    page = 0 if pages.scales is None else 2 * pages.head_dim * pages.scales.dtype.itemsize
+    page = metrics.size(pages.scales) // pages.count
     return case.device_heads * (slots * slot + -(-slots // pages.size) * page)
 
 
 def _pool_read(pages: Pages) -> int:
     """Keys, values and scales of a whole pool of one device."""
-    arrays = (pages.k, pages.v, pages.scales)
-    return sum(x.size * x.dtype.itemsize for x in arrays if x is not None)
+    return metrics.size((pages.k, pages.v, pages.scales))
 
 
 def _selected(case: Deployment, cache: LayerCache, slots: int) -> int:

@@ -98,7 +98,7 @@ class MagicPIG(Anchored):
         (rows, heads, _, entries), n = pages.table.shape, q.shape[1]
         q = q.astype(jnp.float32)
         table, length = pages.table[:, :, list_id], pages.length[:, :, list_id]
-        score = largest_scores(q, pages.k, table, length, scales=pages.scales, each=True)
+        score = largest_scores(q, pages.k, table, length, scales=pages.scales, turn=pages.turned, each=True)
         ids = jnp.maximum(table, 0)
         norm = pages.meta["selection.norm"][ids][:, :, None]  # [B, K, 1, M, S]
         cosine = score.reshape(rows, heads, -1, entries, pages.size) * q.shape[-1] ** 0.5

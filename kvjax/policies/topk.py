@@ -131,7 +131,7 @@ class TopKPages(Anchored):
 def _scores(q: Float[Array, "B N H"], pages: Pages, list_id: int) -> Float[Array, "B K M S"]:
     """Largest score of each slot of the list over its group's queries; -inf for empty slots."""
     table, length = pages.table[:, :, list_id], pages.length[:, :, list_id]
-    return largest_scores(q, pages.k, table, length, scales=pages.scales)
+    return largest_scores(q, pages.k, table, length, scales=pages.scales, turn=pages.turned)
 
 
 def _best(

@@ -32,7 +32,7 @@ _KINDS = (
     ("once", r"extra\..+|peak"),
     ("rows", r"length|total|confidence"),
     ("heads", r"\d+\.(ring|summary)\..+|\d+\.pages\.\d+\.length"),
-    ("pages", r"\d+\.pages\.\d+\.(scales|summary\..+)"),
+    ("pages", r"\d+\.pages\.\d+\.(scales(\..+)?|summary\..+)"),
     ("slots", r"\d+\.pages\.\d+\..+"),
 )
 """The kind of an array's first axes, by its name; the first pattern that fits counts."""

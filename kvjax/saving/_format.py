@@ -67,6 +67,13 @@ def check(
     return made
 
 
+def named_scales(scales: Any) -> dict[str, Any]:
+    """The arrays of a pool's scales, by name: none, "scales", or one for each field."""
+    if hasattr(scales, "_asdict"):
+        return {f"scales.{name}": x for name, x in scales._asdict().items()}
+    return {} if scales is None else {"scales": scales}
+
+
 def places(length: np.ndarray, table: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Page and slot of every live slot, one per-head cache after the other."""
     lists = [(table[at][np.arange(n) // size], np.arange(n) % size) for at, n in np.ndenumerate(length) if n]

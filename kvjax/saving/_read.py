@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from kvjax import catalogue
-from kvjax.algebra import Policy
+from kvjax.algebra import Native, Policy, Storage
 from kvjax.cache import pool
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
@@ -20,7 +20,7 @@ from kvjax.cache.state import KVState, LayerCache, reshard
 from kvjax.saving import _device_parts as device_parts
 from kvjax.saving._atomic import PARTS
 from kvjax.saving._file import StateFile, open_file
-from kvjax.saving._format import StateError, check, places
+from kvjax.saving._format import StateError, check, named_scales, places
 from kvjax.saving._sizes import GIVE, Expected, check_content, check_head, check_shapes, expected
 from kvjax.sharding.consistency import check_consistent
 from kvjax.sharding.mesh import ONE, Mesh, mesh_of
@@ -100,7 +100,11 @@ def open(
         shapes = functools.partial(saved_policy.completion.empty, rows, kv, dim, head["context"])
         empty = jax.eval_shape(shapes) if sizes["summary"] else None
         leaves = [own[f"summary.{i}"] for i in range(sizes["summary"])]
-        pools = [_take_pages(_under(own, f"pages.{kind}."), size) for kind, size in enumerate(sizes["pools"])]
+        storages = (Native(), saved_policy.storage)[-len(sizes["pools"]) :]
+        pools = [
+            _take_pages(_under(own, f"pages.{kind}."), size, storage, dim)
+            for kind, (size, storage) in enumerate(zip(sizes["pools"], storages))
+        ]
         bare = LayerCache(
             ring=ring, pages=None, summary=jax.tree.unflatten(jax.tree.structure(empty), leaves)
         )
@@ -136,7 +140,9 @@ def _take_ring(arrays: Mapping[str, np.ndarray], window: int, queries: Mapping[s
     )
 
 
-def _take_pages(arrays: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> Pages:
+def _take_pages(
+    arrays: Mapping[str, np.ndarray], sizes: Mapping[str, int], storage: Storage, head_dim: int
+) -> Pages:
     """A pool just large enough for what was saved, on the host: pages in the order of the lists."""
     length, size, entries = arrays["length"], sizes["size"], sizes["entries"]
     used = -(-length // size)
@@ -157,6 +163,7 @@ def _take_pages(arrays: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> P
         filled[: int(used.sum())] = x
         return filled
 
+    scales = storage.scales(size, head_dim)
     n_free = count - int(used.sum())
     free = np.where(np.arange(count) < n_free, count - 1 - np.arange(count), 0)
     rest: dict[str, Any] = {
@@ -170,10 +177,13 @@ def _take_pages(arrays: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> P
     return Pages(
         k=slots(arrays["k"]),
         v=slots(arrays["v"]),
-        scales=paged(arrays["scales"]) if "scales" in arrays else None,
+        scales=jax.tree.unflatten(
+            jax.tree.structure(scales), [paged(arrays[n]) for n in named_scales(scales)]
+        ),
         pos=slots(arrays["pos"], EMPTY),
         meta={name: slots(x) for name, x in _under(arrays, "meta.").items()},
         summary={name: paged(x) for name, x in _under(arrays, "summary.").items()},
+        turned=storage.turned,
         **rest,
     )
 

@@ -18,7 +18,7 @@ from kvjax.algebra import Native, Policy, PolicyError
 from kvjax.cache.pool import size_class
 from kvjax.cache.zeros import of_slots
 from kvjax.saving._file import Shape
-from kvjax.saving._format import StateError
+from kvjax.saving._format import StateError, named_scales
 from kvjax.types import Network
 
 WORDS = ("model", "policy", "structure", "weights", "dtype")
@@ -124,12 +124,12 @@ def expected(
             stored = storage.dtype(dtype), (*slots, storage.width(dim))
             arrays |= {f"{at}.length": (int32, (rows, heads, lists)), f"{at}.pos": (int32, slots)}
             arrays |= {f"{at}.k": stored, f"{at}.v": stored} | _kept(f"{at}.meta", policy, slots)
-            if storage.scaled:
-                arrays[f"{at}.scales"] = float32, (f"{at}.pages", 2, dim)
             try:
+                scales = named_scales(storage.scales(pool["size"], dim))
                 shapes = policy.selection.summary_shapes(pool["size"], dim)
             except PolicyError as error:
                 raise StateError(f"{call} has pages that do not fit: {error}") from error
+            arrays |= {f"{at}.{n}": (x.dtype, (f"{at}.pages", *x.shape)) for n, x in scales.items()}
             arrays |= {f"{at}.summary.{n}": (float32, (f"{at}.pages", *shape)) for n, shape in shapes.items()}
     return {name: (np.dtype(kind), shape) for name, (kind, shape) in arrays.items()}
 

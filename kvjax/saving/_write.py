@@ -21,7 +21,7 @@ from kvjax.cache.state import DONATED, KVState, LayerCache
 from kvjax.saving import _device_parts as device_parts
 from kvjax.saving._atomic import check_place, replace
 from kvjax.saving._file import encoded
-from kvjax.saving._format import FORMAT, VERSION, StateError, places
+from kvjax.saving._format import FORMAT, VERSION, StateError, named_scales, places
 from kvjax.sharding.consistency import check_consistent
 from kvjax.sharding.mesh import ONE
 from kvjax.sharding.reshard import on_host
@@ -175,8 +175,7 @@ def _put_pages(arrays: dict[str, np.ndarray], at: str, pages: Pages) -> dict[str
         arrays[f"{at}.{name}"] = np.asarray(getattr(pages, name))[page, slot]
     for name, value in pages.meta.items():
         arrays[f"{at}.meta.{name}"] = np.asarray(value)[page, slot]
-    if pages.scales is not None:
-        arrays[f"{at}.scales"] = np.asarray(pages.scales)[owned]
+    arrays |= {f"{at}.{name}": np.asarray(x)[owned] for name, x in named_scales(pages.scales).items()}
     for name, value in pages.summary.items():
         arrays[f"{at}.summary.{name}"] = np.asarray(value)[owned]
     return {"size": pages.size, "entries": pages.table.shape[-1]}

@@ -24,7 +24,7 @@ class Int4(Coded):
     """Pages in 4 bits, except for the newest ``recent`` retained tokens.
 
     Attributes:
-      recent: as in ``int8``.
+      recent, hadamard: as in ``int8``.
     """
 
     name = "int4"
@@ -45,4 +45,6 @@ class Int4(Coded):
         return paired(codes)
 
 
-EXAMPLES = (Policy(storage=Int4(recent=16)),)
+PRESETS = {"int4-hadamard": "int4(hadamard=True)"}
+
+EXAMPLES = (Policy(storage=Int4(recent=16)), Policy(storage=Int4(recent=16, hadamard=True)))

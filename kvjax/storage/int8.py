@@ -24,6 +24,7 @@ class Int8(Coded):
     Attributes:
       recent: tokens stored in the model's own dtype: in the ring and, if a budget that acts while decoding
         may evict them, in pages of their own.
+      hadamard: turn keys and values by a Hadamard matrix before they are coded, and back where they are read.
     """
 
     name = "int8"

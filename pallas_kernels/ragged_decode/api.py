@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, reverse
 from pallas_kernels.ragged_decode import codes, picked, ref, xla
 from pallas_kernels.ragged_decode.call import Lists, Options, Pools
-from pallas_kernels.ragged_decode.codes import PAIRED, floats, paired
+from pallas_kernels.ragged_decode.codes import (
+    FLOATS8,
+    PAIRED,
+    Grouped,
+    decoded,
+    floats,
+    floats8,
+    lowest_and_step,
+    packed,
+    paired,
+    turned,
+    unpacked,
+    values,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
 
 __all__ = [
+    "FLOATS8",
     "OFFERED",
     "PAIRED",
+    "Grouped",
+    "decoded",
     "floats",
+    "floats8",
     "gathered_decode",
     "largest_scores",
+    "lowest_and_step",
+    "packed",
     "paired",
     "ragged_decode",
+    "turned",
+    "unpacked",
+    "values",
 ]
 
 OFFERED = dispatch.offered(
@@ -41,12 +63,13 @@ def ragged_decode(
     table: Int[Array, "B K M"],
     length: Int[Array, "B K"],
     *,
-    scales: Float[Array, "P 2 H"] | None = None,
+    scales: Float[Array, "P 2 H"] | Grouped | None = None,
     pages: Int[Array, "B K J"] | None = None,
     slots: Bool[Array, "B K J S"] | None = None,
     bias: Float[Array, "B N M S"] | None = None,
     mass: bool = False,
     shared: bool = False,
+    turn: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
     impl: str | None = None,
@@ -65,12 +88,13 @@ def ragged_decode(
 
     Args:
       q: queries, any float dtype.
-      k_pages: key pool, X = H; float, or codes with ``scales``: int8, or uint8 that holds two codes of 4 bits
-        a byte (``paired``), X = H / 2.
+      k_pages: key pool, X = H; float, or codes with ``scales``: int8, uint8 that holds two codes of 4 bits a
+        byte (``paired``), or uint16 that holds two e4m3 floats (``floats8``; ``xla`` and ``ref``), X = H / 2.
       v_pages: value pool, of the same shape and dtype.
       table: pool page ids.
       length: live slots of each KV head.
-      scales: of codes, one a page and channel: ``[:, 0]`` for keys, ``[:, 1]`` for values.
+      scales: of codes, one a page and channel: ``[:, 0]`` for keys, ``[:, 1]`` for values; or ``Grouped``, of
+        codes of 2 or 4 bits in uint8 pools (``xla`` and ``ref``).
       pages: read only these entries of each KV head's list (indices into M, EMPTY = none, no
         duplicates); cost follows J.
       slots: with ``pages``, read only these slots of them.
@@ -80,6 +104,7 @@ def ragged_decode(
       shared: whether a page may be listed more than once (a common prefix). Only ``xla`` needs it,
         which reads the pool once and gives every page to one KV head; without it the answer of every other KV
         head that lists the page is NaN.
+      turn: keys and values lie ``turned``: queries are turned before the read, the output after it.
       scale: of the scores; H ** -0.5 by default.
       softcap: c in c tanh(score / c), taken of the scaled scores; None for plain scores.
       impl: see ``dispatch``.
@@ -92,7 +117,7 @@ def ragged_decode(
       ValueError: shapes or dtypes that do not fit together.
       Unsupported: ``impl`` is not offered.
     """
-    _check(q, k_pages, v_pages, table, length)
+    _check(q, k_pages, v_pages, table, length, scales)
     _check_options(k_pages, table, scales, pages, slots)
     wanted = (*q.shape[:2], table.shape[2], k_pages.shape[1])
     if bias is not None and (pages is not None or bias.shape != wanted):
@@ -105,8 +130,14 @@ def ragged_decode(
         )
     options = Options(mass, q.shape[-1] ** -0.5 if scale is None else scale, softcap, shared)
     pools, lists = Pools(k_pages, v_pages, scales), Lists(table, length, pages, slots, bias)
-    offered = OFFERED if bias is None else {name: OFFERED[name] for name in ("xla", "ref")}
-    return dispatch.call("ragged_decode", impl, offered, lambda run: run(q, pools, lists, options=options))
+    # No Pallas body knows these.
+    plain = bias is not None or k_pages.dtype == FLOATS8 or isinstance(scales, Grouped)
+    offered = {name: OFFERED[name] for name in ("xla", "ref")} if plain else OFFERED
+    q = turned(q) if turn else q
+    out, *rest = dispatch.call(
+        "ragged_decode", impl, offered, lambda run: run(q, pools, lists, options=options)
+    )
+    return turned(out) if turn else out, *rest
 
 
 def largest_scores(
@@ -115,7 +146,8 @@ def largest_scores(
     table: Int[Array, "B K M"],
     length: Int[Array, "B K"],
     *,
-    scales: Float[Array, "P 2 H"] | None = None,
+    scales: Float[Array, "P 2 H"] | Grouped | None = None,
+    turn: bool = False,
     each: bool = False,
 ) -> Float[Array, "B X M S"]:
     """The largest score of every live slot of each KV head's list over its group's queries; no value is read.
@@ -124,14 +156,15 @@ def largest_scores(
     than one list names (``shared``) is found for one KV head only.
 
     Args:
-      q, k_pages, table, length, scales: as in ``ragged_decode``, one query a head.
+      q, k_pages, table, length, scales, turn: as in ``ragged_decode``, one query a head.
       each: the scores of every query head instead, X = N; else X = K.
 
     Returns:
       float32 q k / sqrt(H); -inf for dead slots and pages that are not there.
     """
-    _check(q[:, :, None], k_pages, k_pages, table, length)
+    _check(q[:, :, None], k_pages, k_pages, table, length, scales)
     _check_options(k_pages, table, scales, None, None)
+    q = turned(q) if turn else q
     return picked.largest_scores(q, k_pages, table, length, scales, each)
 
 
@@ -169,12 +202,12 @@ def gathered_decode(
     return picked.gathered(q, k, v, live, mass=mass, scale=scale, softcap=softcap)
 
 
-def _check(q: Array, k_pages: Array, v_pages: Array, table: Array, length: Array) -> None:
+def _check(q: Array, k_pages: Array, v_pages: Array, table: Array, length: Array, scales: Any) -> None:
     call = "ragged_decode"
-    if q.ndim != 4 or k_pages.ndim != 3 or q.shape[-1] != codes.channels(k_pages):
+    if q.ndim != 4 or k_pages.ndim != 3 or q.shape[-1] != codes.channels(k_pages, scales):
         raise ValueError(
             f"{call}(q {q.shape}, k_pages {k_pages.dtype}{k_pages.shape}) needs q [B, N, T, H] and k_pages "
-            "[P, S, H], or [P, S, H / 2] where uint8 holds two codes a byte."
+            "[P, S, H], or [P, S, H / 2] where an element of uint8 or uint16 holds two codes."
         )
     if v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
         pools = f"k_pages {k_pages.dtype}{k_pages.shape}, v_pages {v_pages.dtype}{v_pages.shape}"
@@ -187,15 +220,18 @@ def _check(q: Array, k_pages: Array, v_pages: Array, table: Array, length: Array
 
 
 def _check_options(
-    k_pages: Array, table: Array, scales: Array | None, pages: Array | None, slots: Array | None
+    k_pages: Array, table: Array, scales: Any, pages: Array | None, slots: Array | None
 ) -> None:
     call = "ragged_decode"
-    (pool, size, _), h = k_pages.shape, codes.channels(k_pages)
-    if (scales is not None) != (k_pages.dtype in (jnp.int8, PAIRED)):
+    (pool, size, _), h = k_pages.shape, codes.channels(k_pages, scales)
+    if isinstance(scales, Grouped):
+        _check_grouped(k_pages, scales)
+    elif (scales is not None) != (k_pages.dtype in (jnp.int8, PAIRED, FLOATS8)):
         raise ValueError(
-            f"{call}(k_pages {k_pages.dtype}): int8 and uint8 pools and no others come with scales [P, 2, H]."
+            f"{call}(k_pages {k_pages.dtype}): int8, uint8 or uint16 pools, and no others, have "
+            "scales [P, 2, H]."
         )
-    if scales is not None and scales.shape != (pool, 2, h):
+    elif scales is not None and scales.shape != (pool, 2, h):
         raise ValueError(f"{call}(scales {scales.shape}) needs [P, 2, H] = {(pool, 2, h)}.")
     if pages is not None and (pages.ndim != 3 or pages.shape[:2] != table.shape[:2]):
         raise ValueError(f"{call}(pages {pages.shape}) needs [B, K, J] with [B, K] = {table.shape[:2]}.")
@@ -205,3 +241,14 @@ def _check_options(
         raise ValueError(f"{call}(slots=...) narrows selected pages. Pass `pages` too.")
     if slots.shape != (*pages.shape, size):
         raise ValueError(f"{call}(slots {slots.shape}) needs [B, K, J, S] = {(*pages.shape, size)}.")
+
+
+def _check_grouped(k_pages: Array, scales: Grouped) -> None:
+    (pool, size, width), (groups, _, h), parts = k_pages.shape, scales.k.shape[1:], scales.v.shape[-1]
+    fits = k_pages.dtype == PAIRED and h in (2 * width, 4 * width) and size % groups == 0 and h % parts == 0
+    if not fits or scales.k.shape != (pool, groups, 2, h) or scales.v.shape != (pool, size, 2, parts):
+        raise ValueError(
+            f"ragged_decode(k_pages {k_pages.dtype}{k_pages.shape}, scales {scales.k.shape} and "
+            f"{scales.v.shape}) needs uint8 pages [P, S, H / 2] or [P, S, H / 4] and scales [P, g, 2, H] and "
+            "[P, S, 2, J], g a divisor of S and J of H."
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
@@ -18,11 +18,11 @@ class Options(NamedTuple):
 
 
 class Pools(NamedTuple):
-    """Pages of all KV heads; two codes a byte where they are uint8 (``codes``)."""
+    """Pages of all KV heads; several codes an element where they are uint8 or uint16 (``codes``)."""
 
     k: Num[Array, "P S X"]
     v: Num[Array, "P S X"]
-    scales: Float[Array, "P 2 H"] | None
+    scales: Any
 
     def all(self) -> list[Array]:
         return [x for x in self if x is not None]

@@ -127,11 +127,16 @@ def of_codes(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Optio
 
     def one(i: Int[Array, ""], partials: Partials) -> Partials:
         part = Owners(chunks.cut(own.kv_head, i), chunks.cut(own.live, i))
-        scales = chunks.cut(of_pages, i)
-        k, v = codes.floats(chunks.cut(pools.k, i)), codes.floats(chunks.cut(pools.v, i))
-        scaled = _owners_queries(q, part) * scales[:, None, 0]
-        m, l, p = _weights(products.scores(scaled, k, options.scale), part, options.softcap)
-        new = Partials(m, l, products.mix(p, v) * scales[:, None, 1], p if options.mass else None)
+        own_q, k, v = _owners_queries(q, part), chunks.cut(pools.k, i), chunks.cut(pools.v, i)
+        scales = jax.tree.map(lambda x: chunks.cut(x, i), of_pages)
+        if isinstance(scales, codes.Grouped):
+            k, v = codes.values(k, scales, 0), codes.values(v, scales, 1)
+        else:  # a page's scales are multiplied once a query and not once a slot
+            own_q, k, v = own_q * scales[:, None, 0], codes.floats(k), codes.floats(v)
+        m, l, p = _weights(products.scores(own_q, k, options.scale), part, options.softcap)
+        o = products.mix(p, v)
+        o = o if isinstance(scales, codes.Grouped) else o * scales[:, None, 1]
+        new = Partials(m, l, o, p if options.mass else None)
         return jax.tree.map(lambda x, y: chunks.put(x, y, i), partials, new)
 
     empty = Partials(

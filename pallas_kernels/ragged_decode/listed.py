@@ -8,7 +8,7 @@ of pages of one KV head at a time and keeps running softmax statistics, so memor
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,22 +25,19 @@ BLOCK = 512
 
 
 def _gather(
-    pool: Num[Array, "P S H"],
+    pool: Num[Array, "P S X"],
     ids: Int[Array, "... J"],
-    scales: Float[Array, "P H"] | None,
+    scales: Any,
+    which: int,
     mask: Bool[Array, "... J S"] | None,
 ) -> Float[Array, "... JS H"]:
-    """The listed pages one after another, as floats; zeros where masked."""
+    """The listed pages of keys (0) or values (1) one after another, as floats; zeros where masked."""
     x = pool[ids]
     if scales is not None:
-        x = codes.floats(x) * scales[ids][..., None, :]
+        x = codes.values(x, jax.tree.map(lambda of_pages: of_pages[ids], scales), which)
     if mask is not None:
         x = jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
     return x.reshape(*ids.shape[:-1], -1, x.shape[-1])
-
-
-def _column(scales: Float[Array, "P 2 H"] | None, which: int) -> Float[Array, "P H"] | None:
-    return None if scales is None else scales[:, which]
 
 
 def at_once(
@@ -53,13 +50,13 @@ def at_once(
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X R JS"] | None]:
     """(out, lse, probabilities with mass) of X KV heads in one go."""
     scales = pools.scales
-    s = products.scores(q, _gather(pools.k, ids, _column(scales, 0), None), options.scale)
+    s = products.scores(q, _gather(pools.k, ids, scales, 0, None), options.scale)
     s, see = softmax.cap(s, options.softcap), mask.reshape(mask.shape[0], 1, -1)
     s = s if bias is None else s + bias.reshape(s.shape)
     hidden = softmax.hide(s, see)
     m = softmax.row_max(hidden)
     p = softmax.query_weights(hidden, m)
-    o = products.mix(p, _gather(pools.v, ids, _column(scales, 1), mask))
+    o = products.mix(p, _gather(pools.v, ids, scales, 1, mask))
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
     return out, lse, softmax.probabilities(s, see, lse) if options.mass else None
 
@@ -91,8 +88,8 @@ def by_kv_head(
         def read(i: Int[Array, ""]) -> tuple[Float[Array, "R cS"], Bool[Array, "1 cS"], Float[Array, "cS H"]]:
             # Tied to i, bfloat16 pools cannot be converted as a whole before the loop (XLA on CPU would).
             k_loop, v_loop, at = jax.lax.optimization_barrier((pools.k, pools.v, order_i[i]))
-            k = _gather(k_loop, ids_i[at], _column(scales, 0), None)
-            v = _gather(v_loop, ids_i[at], _column(scales, 1), mask_i[at])
+            k = _gather(k_loop, ids_i[at], scales, 0, None)
+            v = _gather(v_loop, ids_i[at], scales, 1, mask_i[at])
             s = softmax.cap(products.scores(q_i, k, options.scale), options.softcap)
             s = s + bias_i[0][at] if bias_i else s
             return s, mask_i[at].reshape(1, -1), v

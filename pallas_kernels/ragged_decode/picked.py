@@ -7,7 +7,7 @@ never. The slots that are picked by them are gathered once, and every use of the
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def largest_scores(
     k_pages: Num[Array, "P S X"],
     table: Int[Array, "B K M"],
     length: Int[Array, "B K"],
-    scales: Float[Array, "P 2 H"] | None,
+    scales: Any,
     each: bool = False,
 ) -> Float[Array, "B X M S"]:
     """See ``api.largest_scores``; with ``each``, of every query head."""
@@ -47,7 +47,7 @@ def largest_scores(
 def _of_pool(
     q: Float[Array, "P G H"],
     k: Num[Array, "P S X"],
-    scales: Float[Array, "P 2 H"] | None,
+    scales: Any,
     own: flat.Owners,
 ) -> Float[Array, "P S"]:
     """Largest product of each slot with its page's queries; chunks of codes that nobody owns are skipped."""
@@ -56,8 +56,12 @@ def _of_pool(
     chunks = flat.chunks_of(own, k.shape[1])
 
     def one(i: Int[Array, ""], largest: Float[Array, "P S"]) -> Float[Array, "P S"]:
-        scaled = chunks.cut(q, i) * chunks.cut(scales, i)[:, None, 0]
-        part = products.scores(scaled, codes.floats(chunks.cut(k, i)), 1.0).max(axis=1)
+        own_q, keys = chunks.cut(q, i), chunks.cut(k, i)
+        if isinstance(scales, codes.Grouped):
+            keys = codes.values(keys, jax.tree.map(lambda x: chunks.cut(x, i), scales), 0)
+        else:
+            own_q, keys = own_q * chunks.cut(scales, i)[:, None, 0], codes.floats(keys)
+        part = products.scores(own_q, keys, 1.0).max(axis=1)
         return chunks.put(largest, part, i)
 
     return jax.lax.fori_loop(0, chunks.busy, one, jnp.zeros(k.shape[:2], jnp.float32))

@@ -58,9 +58,11 @@ def ragged_decode(q: Array, pools: Pools, lists: Lists, *, options: Options) -> 
     (b, n, t, h), (pool, size, _), heads = q.shape, pools.k.shape, lists.table.shape[1]
     ids, live = page_lists(lists, pool, size)
     mask = live_slots(live, lists.slots, size)
-    k, v = codes.floats(pools.k[ids]), codes.floats(pools.v[ids])
-    if pools.scales is not None:
-        k, v = k * pools.scales[ids, 0][..., None, :], v * pools.scales[ids, 1][..., None, :]
+    listed = jax.tree.map(lambda x: x[ids], pools)
+    if pools.scales is None:
+        k, v = (x.astype(jnp.float32) for x in (listed.k, listed.v))
+    else:
+        k, v = codes.values(listed.k, listed.scales, 0), codes.values(listed.v, listed.scales, 1)
     k, v = jnp.where(mask[..., None], k, 0.0), jnp.where(mask[..., None], v, 0.0)
     grouped = q.astype(jnp.float32).reshape(b, heads, n // heads, t, h)
     # Of a KV head without a live slot: 0 times NaN is NaN, in a gradient too.

@@ -46,10 +46,7 @@ def empty(storage: Storage, rows: int, count: int, entries: int = M) -> LayerCac
         heads=K,
         lists=R,
         entries=entries,
-        head_dim=H,
-        width=storage.width(H),
-        dtype=storage.dtype(jnp.dtype(jnp.float32)),
-        scaled=storage.scaled,
+        **storage.layout(S, H, jnp.dtype(jnp.float32)),
         meta=("age",),
         summary={"top": (H,)},
     )

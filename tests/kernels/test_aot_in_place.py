@@ -13,6 +13,7 @@ from jax.sharding import SingleDeviceSharding
 import kvjax
 from benchmarks.kernels.programs import copies, launches
 from kvjax import layer
+from kvjax.algebra import Native
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
 from kvjax.cache.state import LayerCache
@@ -41,10 +42,7 @@ def made(policy: kvjax.Policy) -> LayerCache:
         heads=K,
         lists=1,
         entries=M,
-        head_dim=H,
-        width=H,
-        dtype=jnp.dtype(jnp.bfloat16),
-        scaled=False,
+        **Native().layout(S, H, jnp.dtype(jnp.bfloat16)),
         summary={},
         **kept,
     )

@@ -12,6 +12,7 @@ import pytest
 import kvjax
 from benchmarks.kernels.programs import copies
 from kvjax import layer
+from kvjax.algebra import Native
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
 from kvjax.cache.state import LayerCache
@@ -40,10 +41,7 @@ def made(policy: kvjax.Policy) -> tuple[LayerCache, dict[str, jax.Array], jax.Ar
         heads=K,
         lists=2,
         entries=entries,
-        head_dim=H,
-        width=H,
-        dtype=dtype,
-        scaled=False,
+        **Native().layout(PAGE, H, dtype),
         meta=(),
         summary=policy.selection.summary_shapes(PAGE, H),
     )

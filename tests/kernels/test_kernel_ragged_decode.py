@@ -363,7 +363,7 @@ def test_refusals():
     for impl in ("mosaic_tpu", "triton"):
         with pytest.raises(Unsupported, match="its body is for"):
             ragged_decode(q, k, v, **lists, impl=impl)
-    with pytest.raises(ValueError, match="int8 and uint8 pools"):
+    with pytest.raises(ValueError, match="int8, uint8 or uint16 pools"):
         ragged_decode(q, k.astype(jnp.int8), v.astype(jnp.int8), **lists)
     with pytest.raises(ValueError, match="two codes a byte"):
         ragged_decode(q, k.astype(jnp.uint8), v.astype(jnp.uint8), **lists)

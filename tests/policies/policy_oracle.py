@@ -106,10 +106,7 @@ def room(
         heads=heads,
         lists=1,
         entries=entries,
-        head_dim=head_dim,
-        width=codec.width(head_dim),
-        dtype=codec.dtype(jnp.dtype(jnp.float32)),
-        scaled=codec.scaled,
+        **codec.layout(size, head_dim, jnp.dtype(jnp.float32)),
         meta=meta,
         summary=chooser.summary_shapes(size, head_dim),
     )

@@ -60,7 +60,7 @@ def slot_cost(storage: Storage, head_dim: int, page: int = 64) -> float:
     if storage.exact:
         return 1.0
     size = storage.width(head_dim) * storage.dtype(jnp.dtype(jnp.float32)).itemsize
-    return float((size + (4 * head_dim / page if storage.scaled else 0)) / (2 * head_dim))
+    return float((size + storage.page_bytes(page, head_dim) / (2 * page)) / (2 * head_dim))
 
 
 def share(row: Row, head_dim: int) -> float:
