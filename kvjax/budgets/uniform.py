@@ -21,8 +21,8 @@ class Uniform(amounts.Sized):
     Attributes:
       amount: slots per KV head (int), share kept (float in (0, 1]) or bytes of a row ("8MiB").
       when: ``after_prompt`` (once), ``every_step``, or ``every(k)``.
-      prompt: ``cut``, or ``keep``: the prompt stays, and ``amount`` is that of the tokens after it (how methods for
-        long answers are compared, for example in TriAttention, arXiv 2604.04921).
+      prompt: ``cut``, or ``keep``: the prompt stays, and ``amount`` is that of the tokens after it, as where
+        methods for long answers are compared (TriAttention, https://arxiv.org/abs/2604.04921).
 
     Raises:
       PolicyError: a prompt that is kept, and a budget that acts on nothing else.
