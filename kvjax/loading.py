@@ -59,7 +59,7 @@ class LanguageModel:
         """The mathematics without the weights."""
         from kvjax.models.decoder import Decoder
 
-        return Decoder(self.spec)
+        return Decoder.of(self.spec, self.params)
 
     @functools.cached_property
     def text(self) -> Text:

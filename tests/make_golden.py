@@ -7,8 +7,8 @@ The library and its tests never need torch; this script does, in an environment 
     gold/bin/python tests/make_golden.py gemma2 gpt2     # these alone
     gold/bin/python tests/make_golden.py embedded  # after every change of kvjax/assets
 
-Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0 (qwen2_yarn, smollm3, granite and gpt2_odd:
-5.2.0), safetensors 0.8.0. Each NAME/ is a tiny random model as ``save_pretrained`` writes it, each NAME.npz
+Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0 (qwen2_yarn, smollm3, granite, gpt2_odd, the
+mixtures of experts and gpt_oss: 5.2.0), safetensors 0.8.0. Each NAME/ is a tiny random model as ``save_pretrained`` writes it, each NAME.npz
 holds:
 
   tokens [2, 48]     positions [2, 48]: row 0 counts up, row 1 jumps far ahead half-way
@@ -43,13 +43,16 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 from transformers.utils import logging
@@ -108,6 +111,10 @@ def later_families() -> dict[str, PreTrainedConfig]:
     sizes = {**SIZES, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     gemma = {**sizes, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}
     original = {"original_max_position_embeddings": 64}
+    gpt_oss = {
+        **{**sizes, "intermediate_size": 32},
+        **{"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    }
     local, far = {"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "linear", "factor": 8.0}
     both = {"sliding_attention": local, "full_attention": {**far, "rope_theta": 1e6}}
     types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -135,6 +142,29 @@ def later_families() -> dict[str, PreTrainedConfig]:
             residual_multiplier=0.4,
             logits_scaling=0.25,
         ),
+        "qwen3_moe": Qwen3MoeConfig(
+            **{**sizes, "num_hidden_layers": 3},
+            head_dim=16,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            mlp_only_layers=[1],
+            rope_parameters=PLAIN,
+        ),
+        "qwen3_moe_bf16_sharded": Qwen3MoeConfig(
+            **sizes,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=3,
+            moe_intermediate_size=16,
+            norm_topk_prob=True,
+            tie_word_embeddings=True,
+            rope_parameters=PLAIN,
+        ),
+        "mixtral": MixtralConfig(
+            **{**sizes, "intermediate_size": 24}, num_local_experts=4, num_experts_per_tok=2, sliding_window=6
+        ),
+        "gpt_oss": GptOssConfig(**gpt_oss, rope_parameters={**YARN, "rope_theta": 1.5e4}),
         "gpt2": GPT2Config(
             vocab_size=96,
             n_embd=32,
@@ -189,8 +219,8 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             fresh = 0.3 * fresh + 4 * (name == "model.norm.weight")  # what is stored is the scale minus one
         elif ("norm" in name or "ln_" in name) and name.endswith("weight"):
             fresh = (1 + 0.3 * fresh) * (3 if "ln_f" in name else 1)
-        elif name.endswith("bias"):
-            fresh = 0.5 * fresh
+        elif name.endswith(("bias", "sinks")):
+            fresh = (1.5 if name.endswith("sinks") else 0.5) * fresh
         elif "embed" in name and model.config.model_type.startswith("gemma"):
             fresh = (
                 0.2 * fresh * weight.shape[-1] ** -0.5
@@ -199,6 +229,12 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             fresh = (0.3 if "wte" in name else 1.0) * fresh * weight.shape[-1] ** -0.5
         elif "c_" in name:  # [in, out]
             fresh = fresh * (1.6 if "c_attn" in name else 1.0) * weight.shape[0] ** -0.5
+        elif model.config.model_type == "gpt_oss" and name.endswith("experts.gate_up_proj"):  # [E, in, out]
+            fresh = 4 * fresh * weight.shape[1] ** -0.5  # large enough to be clipped
+        elif model.config.model_type == "gpt_oss" and name.endswith("experts.down_proj"):
+            fresh = 0.1 * fresh * weight.shape[1] ** -0.5
+        elif "mlp.gate.weight" in name or "router.weight" in name:
+            fresh = 2 * fresh * weight.shape[-1] ** -0.5
         elif "qkv_proj" in name or "q_proj" in name or "k_proj" in name:
             fresh = fresh * 1.6 * weight.shape[-1] ** -0.5
         else:
