@@ -158,7 +158,6 @@ def later_families() -> dict[str, PreTrainedConfig]:
             num_experts_per_tok=3,
             moe_intermediate_size=16,
             norm_topk_prob=True,
-            tie_word_embeddings=True,
             rope_parameters=PLAIN,
         ),
         "mixtral": MixtralConfig(

@@ -40,6 +40,7 @@ class Observation:
       values: the declared quantities by name; read them through the properties.
       softcap, rotate, project: the bound on the model's scores, its RoPE at this layer, and its map from
         hidden states to queries; see ``Heads``.
+      sinks: of each query head, a logit in the sum of its softmax; see ``Heads``.
       seeds: of each row's request, for random draws; None for tokens that come after a prompt.
       admitted: which tokens of a prompt may stay (for a budget, and for an eviction that ranks a prompt);
         None while that is not decided.
@@ -54,6 +55,7 @@ class Observation:
     softcap: float | None = None
     rotate: Rotate | None = None
     project: Project | None = None
+    sinks: Float[Array, " N"] | None = None
     seeds: Int[Array, " B"] | None = None
     admitted: Bool[Array, "B K T"] | None = None
     heads: AllHeads = HERE
@@ -75,6 +77,10 @@ class Observation:
 
         # One row at a time, so that only count * H * H numbers are in memory.
         return jax.lax.map(images, self.total)
+
+    def with_sinks(self, lse: Float[Array, "... N T"]) -> Float[Array, "... N T"]:
+        """The log of a softmax's sum, with the sinks in it."""
+        return lse if self.sinks is None else jnp.logaddexp(lse, self.sinks.astype(lse.dtype)[:, None])
 
     def once(self, name: str, make: Callable[[], V]) -> V:
         """The result of ``make()``, cached under ``name``: parts that need the same value share it."""

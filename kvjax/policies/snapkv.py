@@ -73,6 +73,7 @@ class SnapKV(Eviction):
         q = jnp.take_along_axis(observed.q, jnp.maximum(at, 0)[:, None, :, None], axis=2)
         at = jnp.where(at >= 0, at, EMPTY)
         _, lse = blockwise(q, observed.k, observed.v, q_pos=at, k_pos=observed.pos, softcap=observed.softcap)
+        lse = observed.with_sinks(lse)
         voters = (at >= 0).astype(jnp.float32)
         weights = voters / jnp.maximum(voters.sum(axis=-1, keepdims=True), 1.0)
         return column_mass(
