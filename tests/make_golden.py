@@ -32,12 +32,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -55,6 +57,7 @@ from transformers import (
     Qwen3MoeConfig,
     SmolLM3Config,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils import logging
 
 if TYPE_CHECKING:
@@ -164,6 +167,7 @@ def later_families() -> dict[str, PreTrainedConfig]:
             **{**sizes, "intermediate_size": 24}, num_local_experts=4, num_experts_per_tok=2, sliding_window=6
         ),
         "gpt_oss": GptOssConfig(**gpt_oss, rope_parameters={**YARN, "rope_theta": 1.5e4}),
+        "gpt_oss_mxfp4": GptOssConfig(**gpt_oss, rope_parameters={**YARN, "rope_theta": 1.5e4}),
         "gpt2": GPT2Config(
             vocab_size=96,
             n_embd=32,
@@ -241,6 +245,40 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
         weight.data.copy_(fresh)
 
 
+def pack(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """Experts drawn as MXFP4: their blocks and scales by name; the model gets what transformers makes of them."""
+    rng, stored = np.random.default_rng(seed), {}
+    for name, weight in model.named_parameters():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        experts, inputs, outputs = weight.shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
+        exponent = 124 if "gate_up" in name else 120
+        scales = rng.integers(exponent, exponent + 3, blocks.shape[:3], dtype=np.uint8)
+        stored |= {f"{name}_blocks": torch.from_numpy(blocks), f"{name}_scales": torch.from_numpy(scales)}
+        made = convert_moe_packed_tensors(
+            stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32
+        )
+        weight.data.copy_(made)
+    return stored
+
+
+def save_packed(folder: Path, stored: dict[str, torch.Tensor]) -> None:
+    """The experts of a saved folder as MXFP4, in two files."""
+    plain = load_file(folder / "model.safetensors")
+    kept = {name: x for name, x in plain.items() if f"{name}_blocks" not in stored}
+    (folder / "model.safetensors").unlink()
+    files = {"model-00001-of-00002.safetensors": kept, "model-00002-of-00002.safetensors": stored}
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 @torch.no_grad()
 def logits(model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     # The mask is given, else transformers reads a jump of the positions as a packed second text.
@@ -301,6 +339,7 @@ def make(name: str, config: PreTrainedConfig) -> None:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         randomise(model, seed)
         model.config.dtype = dtype
+        stored = pack(model, seed) if "mxfp4" in name else {}
         shards = {"max_shard_size": "24KB"} if "sharded" in name else {}
         model.to(dtype).save_pretrained(GOLDEN / name, **shards)
         # Read anew: .to(bfloat16) has rounded the rope's frequencies too, which opening the file does not.
@@ -319,6 +358,8 @@ def make(name: str, config: PreTrainedConfig) -> None:
         sys.exit(f"{name}: every seed makes a close call or a dull text. Change its weights in randomise().")
     out = logits(model, tokens, positions)
     rows["logits_bf16"] = logits(opened(GOLDEN / name, torch.bfloat16), tokens, positions).float().numpy()
+    if stored:
+        save_packed(GOLDEN / name, stored)
     np.savez_compressed(
         GOLDEN / f"{name}.npz",
         tokens=tokens.numpy().astype(np.int32),
