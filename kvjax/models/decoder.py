@@ -31,7 +31,7 @@ from kvjax.models.experts import route, through_experts
 from kvjax.models.layout import INPUTS_FIRST
 from kvjax.models.rope import rotate
 from kvjax.models.spec import ModelSpec
-from kvjax.sharding.mesh import ONE, Mesh, mesh_of
+from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import AttendFn, C, Heads, Params
 
 if TYPE_CHECKING:
@@ -337,10 +337,13 @@ class Decoder:
     spec: ModelSpec
     mesh: Mesh = ONE
 
-    @classmethod
-    def of(cls, spec: ModelSpec, params: Params) -> Decoder:
-        """With the mesh that the weights lie on."""
-        return cls(spec) if spec.experts is None else cls(spec, mesh_of(params))
+    @property
+    def num_experts(self) -> int | None:
+        return self.spec.num_experts
+
+    def on(self, mesh: Mesh) -> Decoder:
+        """For weights that lie on a mesh."""
+        return self if self.spec.experts is None else dataclasses.replace(self, mesh=mesh)
 
     @property
     def num_layers(self) -> int:

@@ -26,7 +26,7 @@ from kvjax.models.hf_config import ModelError, eos_value, read_config, stated_dt
 from kvjax.models.hf_weights import TensorFile, open_folder, read_json, read_weights, stamp, write_weights
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.consistency import check_consistent
-from kvjax.sharding.mesh import ONE, Mesh
+from kvjax.sharding.mesh import ONE, Mesh, mesh_of
 from kvjax.types import DTYPES, Params
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Model:
     @property
     def network(self) -> Decoder:
         """The mathematics of the spec: what the decode loop takes, beside ``params``."""
-        return Decoder.of(self.spec, self.params)
+        return Decoder(self.spec).on(mesh_of(self.params))
 
 
 def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> Model:

@@ -46,7 +46,7 @@ class Deployment:
 
     @property
     def network(self) -> Decoder:
-        return Decoder(self.spec)
+        return Decoder(self.spec).on(self.mesh)
 
     def shallow(self, layers: int) -> Deployment:
         """The same with the first layers only, which hold what they hold in the whole model."""
