@@ -28,7 +28,9 @@ def read_experts(config: dict[str, Any], family: Family, layers: int, file: str)
         )
     experts, chosen = counts.pop(), count(config, "num_experts_per_tok", file)
     if chosen > experts:
-        raise ModelError(f"{file} has num_experts_per_tok {chosen} of {experts} experts; it must be at most those.")
+        raise ModelError(
+            f"{file} has num_experts_per_tok {chosen} of {experts} experts; it must be at most those."
+        )
     width = count(config, "moe_intermediate_size" if own else "intermediate_size", file)
     if not own:
         return Experts(count=experts, chosen=chosen, width=width)
@@ -44,7 +46,9 @@ def read_experts(config: dict[str, Any], family: Family, layers: int, file: str)
 def _dense_layers(config: dict[str, Any], layers: int, file: str) -> tuple[int, ...]:
     every, named = count(config, "decoder_sparse_step", file), config.get("mlp_only_layers") or []
     if not isinstance(named, list) or not set(named) <= set(range(layers)):
-        raise ModelError(f"{file} has mlp_only_layers {named!r}; it is a list of layers from 0 to {layers - 1}.")
+        raise ModelError(
+            f"{file} has mlp_only_layers {named!r}; it is a list of layers from 0 to {layers - 1}."
+        )
     return tuple(layer for layer in range(layers) if layer in named or (layer + 1) % every)
 
 
