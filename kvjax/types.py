@@ -58,8 +58,8 @@ class Heads:
         positions turn nothing. Static.
       project: makes queries (``q_pre``) of any hidden states, by the layer's own weights; None where the
         model has no such map.
-      sinks: a logit of each query head that is one more term of its softmax's sum, with no value behind it; or
-        None.
+      sinks: a logit of each query head that is one more term of its softmax's sum, with no value behind it;
+        or None.
     """
 
     q: Float[Array, "B T N H"]

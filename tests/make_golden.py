@@ -8,8 +8,8 @@ The library and its tests never need torch; this script does, in an environment 
     gold/bin/python tests/make_golden.py embedded  # after every change of kvjax/assets
 
 Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0 (qwen2_yarn, smollm3, granite, gpt2_odd, the
-mixtures of experts and gpt_oss: 5.2.0), safetensors 0.8.0. Each NAME/ is a tiny random model as ``save_pretrained`` writes it, each NAME.npz
-holds:
+mixtures of experts and gpt_oss: 5.2.0), safetensors 0.8.0. Each NAME/ is a tiny random model as
+``save_pretrained`` writes it (gpt_oss_mxfp4's experts are packed afterwards), each NAME.npz holds:
 
   tokens [2, 48]     positions [2, 48]: row 0 counts up, row 1 jumps far ahead half-way
   logits [2, 48, V]  float32, from the stored weights computed in float32
@@ -246,7 +246,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 
 def pack(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    """Experts drawn as MXFP4: their blocks and scales by name; the model gets what transformers makes of them."""
+    """Experts drawn as MXFP4, blocks and scales by name; the model gets what transformers makes of them."""
     rng, stored = np.random.default_rng(seed), {}
     for name, weight in model.named_parameters():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):

@@ -66,11 +66,11 @@ def policies() -> list[Policy]:
     return list(dict.fromkeys([*shown, *map(kvjax.policy, COMBINED)]))
 
 
-@functools.cache
 WITH_EXPERTS: dict[str, Any] = {}
 """Fields of the models' specs; ``--experts`` sets them."""
 
 
+@functools.cache
 def model(kv_heads: int = 8) -> tiny.Tiny:
     """Two layers of 16 query heads of 4; all tokens of a prompt are distinct, so few scores tie."""
     spec = ModelSpec(

@@ -225,8 +225,8 @@ def check_model(model: ModelSpec | Network, tensor: int) -> None:
         )
     if getattr(getattr(spec, "experts", None), "dense_layers", ()):
         raise ValueError(
-            "gates for a model some of whose layers have no experts: training runs one program for all layers. "
-            "Choose a model whose layers are all alike."
+            "gates for a model some of whose layers have no experts: training runs one program for all "
+            "layers. Choose a model whose layers are all alike."
         )
     if any(window is not None for window in model.windows):
         raise ValueError(

@@ -267,7 +267,7 @@ def _of_groups(observed: Observation, kv_heads: int) -> Float[Array, "K G"] | No
     return None if observed.sinks is None else observed.sinks.astype(jnp.float32).reshape(kv_heads, -1)
 
 
-def shares(s: Float[Array, "*B T"], sinks: Float[Array, "..."] | None = None) -> Float[Array, "*B T"]:
+def shares(s: Float[Array, "*B T"], sinks: Float[Array, ...] | None = None) -> Float[Array, "*B T"]:
     """Each key's share of the attention, of which an attention sink takes its own."""
     if sinks is None:
         return jax.nn.softmax(s, axis=-1)
@@ -275,7 +275,7 @@ def shares(s: Float[Array, "*B T"], sinks: Float[Array, "..."] | None = None) ->
 
 
 def nucleus(
-    s: Float[Array, "*B T"], p: float | Array, sinks: Float[Array, "..."] | None = None
+    s: Float[Array, "*B T"], p: float | Array, sinks: Float[Array, ...] | None = None
 ) -> Int[Array, " *B"]:
     """How many of the likeliest keys hold the share ``p`` of the attention; all of them for 1.
 

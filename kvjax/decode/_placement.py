@@ -26,7 +26,8 @@ def mesh_for(call: str, model: Weighted, named: Mesh | str | None, rows: int) ->
     """The mesh that a call names, else the one on which the model's weights lie.
 
     Raises:
-      MeshError: no mesh, too few devices, or a mesh that does not divide the rows or the model's heads or experts.
+      MeshError: no mesh, too few devices, or a mesh that does not divide the rows or the model's heads or
+        experts.
     """
     where = mesh_of(model.params) if named is None else mesh(named)
     network = model.network

@@ -26,8 +26,8 @@ class Family:
       varies: further fields of ``ModelSpec`` that a config.json of the family can set.
       windows: which layers slide: none; those from ``max_window_layers`` on (or by ``layer_types``) if
         ``use_sliding_window``; all, with one window; or by ``layer_types``, else ``sliding_window_pattern``.
-      experts: none; in all layers, as wide as ``intermediate_size``; or with a width, a norm of the weights and
-        dense layers that have keys of their own.
+      experts: none; in all layers, as wide as ``intermediate_size``; or with keys of their own for width,
+        norm of the weights and dense layers.
       needs: keys that must be there beyond the sizes every family has.
       defaults: values of keys that may be absent.
       agrees: values of keys that would ask for other mathematics; an absent key agrees.

@@ -12,9 +12,9 @@ from typing import Any
 from kvjax.models.families import FAMILIES, OTHERS, Family
 from kvjax.models.hf_experts import odd_experts, read_experts, write_experts
 from kvjax.models.hf_rope import read_ropes, write_ropes
-from kvjax.models.mxfp4 import is_mxfp4
 from kvjax.models.hf_values import ModelError, count, number
 from kvjax.models.hf_windows import SLIDING, read_windows, write_windows
+from kvjax.models.mxfp4 import is_mxfp4
 from kvjax.models.rope import Rope
 from kvjax.models.spec import ModelSpec
 from kvjax.types import DTYPES

@@ -145,8 +145,8 @@ class Entry:
 
     Attributes:
       name: in the safetensors file.
-      paths: keys into the params tree, such as ("layers", 0, "wq"), one for each of ours inside; of one expert
-        ("layers", 0, "experts_up", 3).
+      paths: keys into the params tree, such as ("layers", 0, "wq"), one for each of ours inside; of one
+        expert ("layers", 0, "experts_up", 3).
       shapes: ours.
       layout: how the file's shape comes from each of ours.
     """
