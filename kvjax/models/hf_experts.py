@@ -24,8 +24,8 @@ def read_experts(config: dict[str, Any], family: Family, layers: int, file: str)
     counts = {count(config, key, file) for key in keys if config.get(key) is not None}
     if len(counts) != 1:
         raise ModelError(
-            f"{file} has {' and '.join(f'{key} {config.get(key)}' for key in keys)}; kvjax needs one number of "
-            "experts. Keep the one the model was trained with."
+            f"{file} has {' and '.join(f'{key} {config.get(key)}' for key in keys)}; kvjax needs one "
+            "number of experts. Keep the one the model was trained with."
         )
     experts, chosen = counts.pop(), count(config, "num_experts_per_tok", file)
     if chosen > experts:
