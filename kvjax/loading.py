@@ -16,7 +16,7 @@ import numpy as np
 from kvjax.sharding import mesh as meshes
 from kvjax.sharding.consistency import check_consistent
 from kvjax.sharding.head_order import Order, permuted, read_order
-from kvjax.sharding.mesh import Mesh
+from kvjax.sharding.mesh import Mesh, mesh_of
 from kvjax.types import DTYPES, Params
 from kvjax.weights import fingerprint
 
@@ -59,7 +59,7 @@ class LanguageModel:
         """The mathematics without the weights."""
         from kvjax.models.decoder import Decoder
 
-        return Decoder(self.spec)
+        return Decoder(self.spec).on(mesh_of(self.params))
 
     @functools.cached_property
     def text(self) -> Text:

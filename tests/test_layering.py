@@ -56,7 +56,7 @@ TABLE = {
     "kvjax.budgets": rf"{STATE}|kvjax\.algebra|kvjax\.budgets(\..+)?",
     "kvjax.storage": rf"{STATE}|kvjax\.algebra|kvjax\.storage\.codes|{KERNELS}",
     "kvjax.policies": rf"{STATE}|kvjax\.algebra|kvjax\.budgets\..+|{KERNELS}",
-    "kvjax.models": r"kvjax\.(errors|nnx|types|sharding\.(consistency|mesh))|kvjax\.models(\..+)?",
+    "kvjax.models": r"kvjax\.(errors|nnx|types|sharding\.(consistency|mesh|specs))|kvjax\.models(\..+)?",
     "kvjax.chat_template": r"kvjax\.errors",
     "kvjax.text": r"kvjax\.(chat_template|models\.spec)",
     "kvjax.laws": r"kvjax\.(errors|types)",

@@ -91,6 +91,11 @@ def describe(settings: ranker.Settings, model: LanguageModel) -> Manifest:
             f"traces of a {family} with sliding-window layers: such a layer is a ring already and takes "
             "no eviction. Choose a model whose layers all attend fully."
         )
+    if getattr(getattr(network, "spec", None), "sinks", False):
+        raise ConfigError(
+            "traces of a model with attention sinks: no objective here has a term for them. Choose a model "
+            "without."
+        )
     if max(recording.lengths) > network.max_positions:
         raise ConfigError(
             f"traces.lengths: {max(recording.lengths)} tokens, the model was trained for "

@@ -45,6 +45,7 @@ class Observation:
       softcap, rotate, project: the bound on the model's scores, its RoPE at this layer, and its map from
         hidden states to queries; see ``Heads``.
       wo: the layer's output projection, where ``wo_norm`` is declared.
+      sinks: of each query head, a logit in the sum of its softmax; see ``Heads``.
       seeds: of each row's request, for random draws; None for tokens that come after a prompt.
       admitted: which tokens of a prompt may stay (for a budget, and for an eviction that ranks a prompt);
         None while that is not decided.
@@ -62,6 +63,7 @@ class Observation:
     rotate: Rotate | None = None
     project: Project | None = None
     wo: Float[Array, "D N H"] | None = None
+    sinks: Float[Array, "*B N"] | None = None
     seeds: Int[Array, " B"] | None = None
     admitted: Bool[Array, "B K T"] | None = None
     heads: AllHeads = HERE
@@ -114,6 +116,10 @@ class Observation:
           order: 1 or 2, of the norm.
         """
         return output_norm(self.wo, self.v, order)
+
+    def with_sinks(self, lse: Float[Array, "... N T"]) -> Float[Array, "... N T"]:
+        """The log of a softmax's sum, with the sinks in it."""
+        return lse if self.sinks is None else jnp.logaddexp(lse, self.sinks.astype(lse.dtype)[..., None])
 
     def once(self, name: str, make: Callable[[], V]) -> V:
         """The result of ``make()``, cached under ``name``: parts that need the same value share it."""

@@ -65,6 +65,7 @@ def held_scores(
         values=values,
         softcap=x.softcap,
         rotate=x.rotate,
+        sinks=None if x.sinks is None else jnp.tile(x.sinks.reshape(heads, -1), (rows, 1)),
         asked=asked,
     )
     score = info.policy.eviction.score_prompt(info.weights("eviction"), observed)

@@ -102,6 +102,7 @@ def observe(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> Observation:
         layers=info.layers,
         values=values,
         softcap=x.softcap,
+        sinks=x.sinks,
         rotate=x.rotate,
         project=x.project,
         wo=x.wo if "wo_norm" in info.policy.needs else None,

@@ -38,8 +38,8 @@ def prompt(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Arr
     observed = observe(info, x, pos)
     new = arriving(info, x, pos, observed)
     window, bits = _sight(info, new)
-    partial = attend_among(major(x.q), new, info.total, window, bits, x.softcap, x.v.dtype)
-    return merged((partial,), x.v.dtype)[0], judged(info, x, observed, new, partial[1])
+    out, lse = _attended(x, new, info.total, window, bits)
+    return out, judged(info, x, observed, new, lse)
 
 
 def attend_prompt(
@@ -47,8 +47,16 @@ def attend_prompt(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """The prompt's attention alone, under the model's own window, and its lse."""
     new = Entry(k=major(x.k), v=major(x.v), pos=pos, admit=jnp.ones((1, 1, 1), bool), meta={})
-    partial = attend_among(major(x.q), new, total, window, None, x.softcap, x.v.dtype)
-    return merged((partial,), x.v.dtype)[0], partial[1]
+    return _attended(x, new, total, window, None)
+
+
+def _attended(
+    x: Heads, new: Entry, count: Int[Array, " B"], window: int | None, bits: Bool[Array, "B K T"] | None
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Output, which is all in the model's dtype unless a sink is merged with it, and lse."""
+    dtype = x.v.dtype if x.sinks is None else jnp.float32
+    partial = attend_among(major(x.q), new, count, window, bits, x.softcap, dtype)
+    return merged((partial,), x.v.dtype, x.sinks)
 
 
 def judge(info: LayerInfo, x: Heads, pos: Int[Array, "B T"], lse: Float[Array, "B N T"]) -> Entry:

@@ -51,7 +51,7 @@ def replay(
         blockwise(q, keys, values, q_pos=pos, k_pos=k_pos, window=info.window, softcap=x.softcap)
         for keys, values, k_pos in ((k, v, prompt_pos), (own_k, own_v, pos))
     )
-    out = merged(partials, x.v.dtype)[0]
+    out = merged(partials, x.v.dtype, x.sinks)[0]
     if info.window is not None:  # the model's sliding layers take no policy beyond their window
         return out, scores
     needs = info.policy.needs

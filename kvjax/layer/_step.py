@@ -58,7 +58,7 @@ def step(
         q, cache.ring.k, cache.ring.v, q_pos=length[:, None], k_pos=positions, softcap=x.softcap
     )
     paged = read_pages(info, cache, q, decoding=True, softcap=x.softcap, with_mass=track)
-    out, lse = merged((recent, *paged.partials), x.v.dtype)
+    out, lse = merged((recent, *paged.partials), x.v.dtype, x.sinks)
     size = loaded(info, cache, paged, rings.live(length + count, cache.ring.window))
     if track:  # what is learned now decides at the next step
         weights = query_weights(info, pos)
@@ -125,7 +125,7 @@ def chunk(
         )
         exact = (recent, attend_among(q, new, count, new_window, new_bits, x.softcap))
     paged = read_pages(info, cache, q, decoding=False, softcap=x.softcap, with_mass=track)
-    out, lse = merged((*exact, *paged.partials), x.v.dtype)
+    out, lse = merged((*exact, *paged.partials), x.v.dtype, x.sinks)
     if track:
         weights = query_weights(info, pos)
         mass = functools.partial(column_mass, q, lse=lse, weights=weights, q_pos=pos, softcap=x.softcap)

@@ -26,7 +26,7 @@ from kvjax.models.hf_config import ModelError, eos_value, read_config, stated_dt
 from kvjax.models.hf_weights import TensorFile, open_folder, read_json, read_weights, stamp, write_weights
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.consistency import check_consistent
-from kvjax.sharding.mesh import ONE, Mesh
+from kvjax.sharding.mesh import ONE, Mesh, mesh_of
 from kvjax.types import DTYPES, Params
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Model:
     @property
     def network(self) -> Decoder:
         """The mathematics of the spec: what the decode loop takes, beside ``params``."""
-        return Decoder(self.spec)
+        return Decoder(self.spec).on(mesh_of(self.params))
 
 
 def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> Model:
@@ -83,7 +83,7 @@ def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> M
       mesh: devices to shard the weights over, one tensor at a time; each process reads its part.
 
     Raises:
-      MeshError: a mesh that does not divide the model's heads; other files in other processes.
+      MeshError: a mesh that does not divide the model's heads or experts; other files in other processes.
       ModelError: no such folder or hub model, an unsupported family or option, files that are
         missing or damaged, tensors that do not fit the config.
     """
@@ -91,7 +91,8 @@ def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> M
     place = _place_of(source)
     spec, stored, config, header = _read_spec(place)
     dtype = dtype or stored
-    mesh.check(f"load({str(source)!r})", heads=spec.num_heads, kv_heads=spec.num_kv_heads)
+    heads, kv_heads, experts = spec.num_heads, spec.num_kv_heads, spec.num_experts
+    mesh.check(f"load({str(source)!r})", heads=heads, kv_heads=kv_heads, experts=experts)
     files: Sequence[TensorFile]
     if header is None:
         files = open_folder(place, spec)

@@ -7,16 +7,17 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import ml_dtypes  # noqa: F401  teaches NumPy the name "bfloat16"
 import numpy as np
 
-from kvjax.models.decoder import LETTERS
-from kvjax.models.hf_table import HEAD, Entry, stored_as, table
+from kvjax.models.decoder import LETTERS, shapes
+from kvjax.models.hf_table import HEAD, Alternating, Entry, stored_as, table
 from kvjax.models.hf_values import ModelError, aligned, cast
+from kvjax.models.mxfp4 import Mxfp4
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Params
@@ -25,12 +26,17 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_BYTES = {"U8": "uint8"}
 # Old checkpoints carry the rope's frequencies and GPT-2's causal mask as buffers, which are computed from
 # the spec; and a model that also sees has parts that text never meets.
 _IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|transformer\.h\.\d+\.attn\.(masked_)?bias"
 )
 _VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
+
+
+Piece = Callable[[int, tuple[slice, ...]], np.ndarray]
+"""(expert, a slice of each further dimension) to that part of the expert."""
 
 
 class TensorFile(Protocol):
@@ -57,8 +63,8 @@ class TensorFile(Protocol):
     def slices(self, name: str) -> Any:
         """The tensor as an object that reads only the slices it is indexed with."""
 
-    def tensor(self, name: str) -> Any:
-        """The tensor."""
+    def tensor(self, name: str, begin: int = 0, end: int | None = None) -> Any:
+        """The tensor, or what stands from ``begin`` to ``end`` in its first dimension."""
 
 
 def read_weights(
@@ -78,11 +84,18 @@ def read_weights(
       ModelError: missing, unknown, twice stored or wrongly shaped tensors, all named.
     """
     entries = table(spec)
+    files = [Mxfp4(files)] if spec.family == "gpt_oss" else files
     holder = _locate(place, files, entries, spec)
     embed = entries[0].name
     dtype = dtype or _STORED[holder[embed].header(embed)[1]]
     params: Params = {"layers": [{} for _ in range(spec.num_layers)]}
+    for path, shape, pieces in _stacks(entries, holder, spec):
+        how = mesh.spec(LETTERS[str(path[-1])], shape)
+        read = functools.partial(_stacked, shape, dtype, pieces)
+        _node(params, path)[path[-1]] = mesh.build(shape, how, read)
     for entry in entries:
+        if _of_experts(entry):
+            continue
         file = holder[entry.name]
         stored = file.tensor(entry.name) if mesh == ONE else file.slices(entry.name)
         for at, (path, shape) in enumerate(zip(entry.paths, entry.shapes)):
@@ -96,6 +109,50 @@ def read_weights(
             "Set tie_word_embeddings to false in config.json if the head was trained, else remove the tensor."
         )
     return params
+
+
+def _of_experts(entry: Entry) -> bool:
+    """Is it read expert by expert?"""
+    return isinstance(entry, Alternating) or isinstance(entry.paths[0][-1], int)
+
+
+def _stacks(
+    entries: Sequence[Entry], holder: Mapping[str, TensorFile], spec: ModelSpec
+) -> Iterator[tuple[tuple[str | int, ...], tuple[int, ...], Piece]]:
+    """Path and shape of each leaf [E, ...], and how to read a part of one expert."""
+    single: dict[tuple[str | int, ...], list[Entry]] = {}
+    for entry in filter(_of_experts, entries):
+        if isinstance(entry, Alternating):
+            for at, (path, shape) in enumerate(zip(entry.paths, entry.shapes)):
+                yield path, shape, functools.partial(_piece_of_stack, entry, holder[entry.name], at)
+        else:
+            single.setdefault(entry.paths[0][:-1], []).append(entry)
+    for path, of_experts in single.items():
+        shape = (len(of_experts), *of_experts[0].shapes[0])
+        yield path, shape, functools.partial(_piece_of_one, of_experts, holder)
+
+
+def _piece_of_stack(
+    entry: Entry, file: TensorFile, at: int, expert: int, index: tuple[slice, ...]
+) -> np.ndarray:
+    stored = file.tensor(entry.name, expert, expert + 1)
+    return entry.part(stored, at, (slice(None), *index))[0]  # type: ignore[no-any-return]
+
+
+def _piece_of_one(
+    entries: Sequence[Entry], holder: Mapping[str, TensorFile], expert: int, index: tuple[slice, ...]
+) -> np.ndarray:
+    entry = entries[expert]
+    return entry.part(holder[entry.name].tensor(entry.name), 0, index)
+
+
+def _stacked(shape: tuple[int, ...], dtype: str, piece: Piece, index: tuple[slice, ...]) -> np.ndarray:
+    """A part of a leaf [E, ...]; in memory are that part and one expert."""
+    cut = [range(*one.indices(n)) for one, n in zip(index, shape)]
+    whole = aligned(tuple(map(len, cut)), dtype)
+    for at, expert in enumerate(cut[0]):
+        whole[at] = cast(piece(expert, index[1:]), dtype, "a tensor of experts")
+    return whole
 
 
 def _part(entry: Entry, stored: Any, at: int, dtype: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -135,7 +192,7 @@ def write_weights(
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {}
         for e in shard:
-            arrays = [np.asarray(_node(params, path)[path[-1]]) for path in e.paths]
+            arrays = [_array(params, path) for path in e.paths]
             tensors[e.name] = e.theirs([cast(array, dtype, e.name) for array in arrays])
             index[e.name] = file
         # transformers refuses a file without a format.
@@ -146,9 +203,16 @@ def write_weights(
         (folder / INDEX).write_text(json.dumps(whole, indent=2) + "\n")
 
 
+def _array(params: Params, path: tuple[str | int, ...]) -> np.ndarray:
+    *_, last = path
+    if isinstance(last, int):  # one expert; as NumPy's, because jax would compile a slice of each
+        return np.asarray(_node(params, path))[last]  # type: ignore[no-any-return]
+    return np.asarray(_node(params, path)[last])
+
+
 def check_params(spec: ModelSpec, params: Params) -> None:
     """Raises one ModelError that lists every difference between a params tree and its spec."""
-    wanted = {path: shape for entry in table(spec) for path, shape in zip(entry.paths, entry.shapes)}
+    wanted = dict(_leaves(shapes(spec), ()))
     present = {path: tuple(np.shape(leaf)) for path, leaf in _leaves(params, ())}
     faults = [f"{_dotted(p)} is missing" for p in wanted.keys() - present.keys()]
     faults += [f"{_dotted(p)} is unknown" for p in present.keys() - wanted.keys()]
@@ -210,13 +274,16 @@ class _Safetensors:
     def slices(self, name: str) -> Any:
         return self._file.get_slice(self._stored[name])
 
-    def tensor(self, name: str) -> np.ndarray:
+    def tensor(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
         """In memory of its own: the pages of a mapped file would count as the process' until it is closed."""
         about = self._header[self._stored[name]]
-        tensor = aligned(tuple(about["shape"]), _STORED[about["dtype"]])
+        first, *rest = about["shape"]
+        end = first if end is None else end
+        tensor = aligned((end - begin, *rest), (_STORED | _BYTES)[about["dtype"]])
         memory = tensor.reshape(-1).view(np.uint8).data
         with open(self.path, "rb", buffering=0) as file:
-            file.seek(self.header_size + about["data_offsets"][0])
+            before = begin * tensor.dtype.itemsize * math.prod(rest)
+            file.seek(self.header_size + about["data_offsets"][0] + before)
             while memory and (count := file.readinto(memory)):  # a call reads 2 GiB at most
                 memory = memory[count:]
         if memory:
@@ -301,7 +368,8 @@ def _node(params: Params, path: tuple[str | int, ...]) -> Any:
 
 
 def _leaves(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    if isinstance(node, dict | list | tuple):
+    """Path and leaf of each leaf; the shapes of ``decoder.shapes`` are leaves."""
+    if isinstance(node, dict | list):
         for key, child in node.items() if isinstance(node, dict) else enumerate(node):
             yield from _leaves(child, (*path, key))
     else:

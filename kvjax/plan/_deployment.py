@@ -46,7 +46,7 @@ class Deployment:
 
     @property
     def network(self) -> Decoder:
-        return Decoder(self.spec)
+        return Decoder(self.spec).on(self.mesh)
 
     def shallow(self, layers: int) -> Deployment:
         """The same with the first layers only, which hold what they hold in the whole model."""
@@ -80,7 +80,8 @@ class Deployment:
 
     def check_mesh(self) -> None:
         """Raises MeshError: the mesh does not divide rows or heads."""
-        self.mesh.check("plan", rows=self.rows, heads=self.spec.num_heads, kv_heads=self.spec.num_kv_heads)
+        heads, kv_heads, experts = self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_experts
+        self.mesh.check("plan", rows=self.rows, heads=heads, kv_heads=kv_heads, experts=experts)
 
 
 def learned_admission(policy: Policy) -> bool:

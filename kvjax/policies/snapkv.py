@@ -75,6 +75,7 @@ class SnapKV(Eviction):
         """Mean attention of each row's last queries to every key, per query head."""
         q, at = observed.queries("q", self.window)
         _, lse = blockwise(q, observed.k, observed.v, q_pos=at, k_pos=observed.pos, softcap=observed.softcap)
+        lse = observed.with_sinks(lse)
         voters = (at >= 0).astype(jnp.float32)
         weights = voters / jnp.maximum(voters.sum(axis=-1, keepdims=True), 1.0)
         return column_mass(

@@ -85,7 +85,8 @@ def open(
     head = files[0].head
     saved_policy = check(str(path), head, model, policy, label)
     parts, rows = _parts(files, saved_policy, model)
-    target.check(call, rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads)
+    experts = getattr(network, "num_experts", None)
+    target.check(call, rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads, experts=experts)
     try:
         arrays = _arrays(parts, saved_policy, most_bytes)
     except StateError as error:

@@ -176,7 +176,9 @@ class Mesh:
 
     # --- what it divides ---
 
-    def check(self, call: str, *, rows: int | None = None, heads: int, kv_heads: int) -> None:
+    def check(
+        self, call: str, *, rows: int | None = None, heads: int, kv_heads: int, experts: int | None = None
+    ) -> None:
         """Refuses sizes that the mesh does not divide.
 
         Raises:
@@ -194,6 +196,11 @@ class Mesh:
             raise MeshError(
                 f"{call}: tensor={tensor} x context={context} does not divide the model's {heads} query "
                 "heads. Take fewer devices along context; data takes the rest."
+            )
+        if experts is not None and experts % (tensor * context):
+            raise MeshError(
+                f"{call}: tensor={tensor} x context={context} does not divide the model's {experts} experts. "
+                "Take fewer devices along these axes; data takes the rest."
             )
         if rows is not None and rows % data:
             raise MeshError(

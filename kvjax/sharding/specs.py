@@ -4,7 +4,7 @@
   pool, refs, free               [D P, ...]      P pages of each of D devices; ids count within a device
   n_free, overflow               [D]             one per device; a number inside a device's program
   length, total, confidence      [B]             on every device: any process may look at them
-  a model's weights              by dimension    ``SERVED``: N, F and V over ``context`` too
+  a model's weights              by dimension    ``SERVED``: N, E, F and V over ``context`` too
   weights in training            by dimension    ``TRAINED``: D over ``data``, heads and F over ``tensor``
   a policy's learned weights     [K or N, ...]   by head, except leaves that all heads share
 
@@ -41,7 +41,7 @@ POOL = P((DATA, TENSOR))
 RESIDUAL = P(DATA, TENSOR, None)
 """The residual stream [B, T, D] between layers, in training."""
 
-SERVED: Mapping[str, tuple[str, ...]] = {"K": (TENSOR,), **dict.fromkeys("NFV", (TENSOR, CONTEXT))}
+SERVED: Mapping[str, tuple[str, ...]] = {"K": (TENSOR,), **dict.fromkeys("NEFV", (TENSOR, CONTEXT))}
 """Axes over which a served model's dimensions are cut, by the letters of ``kvjax.types``."""
 
 TRAINED: Mapping[str, tuple[str, ...]] = {

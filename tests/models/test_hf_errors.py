@@ -25,7 +25,7 @@ def refused(source, *parts, **options):
 @pytest.mark.parametrize(
     ("name", "changes", "parts"),
     [
-        ("llama3", {"model_type": "mixtral"}, ["model_type 'mixtral'", "llama, qwen2, qwen3"]),
+        ("llama3", {"model_type": "olmoe"}, ["model_type 'olmoe'", "llama, qwen2, qwen3"]),
         ("llama3", {"model_type": ...}, ["model_type None"]),
         ("llama3", {"model_type": "gemma4_text"}, ["later layers read the keys and values of earlier ones"]),
         ("llama3", {"model_type": "qwen3_next"}, ["linear-attention layers hold a state"]),
