@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import numpy as np
 from kvjax.models.decoder import LETTERS
 from kvjax.models.hf_table import HEAD, Entry, stored_as, table
 from kvjax.models.hf_values import ModelError, aligned, cast
+from kvjax.models.quantised import INPUTS, quantised
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Params
@@ -31,6 +32,10 @@ _IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|transformer\.h\.\d+\.attn\.(masked_)?bias"
 )
 _VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
+
+
+OnValues = Callable[[tuple[str | int, ...], np.ndarray], None]
+"""Called with a leaf's keys in the params tree, and its values as the file has them."""
 
 
 class TensorFile(Protocol):
@@ -62,7 +67,13 @@ class TensorFile(Protocol):
 
 
 def read_weights(
-    place: Path, files: Sequence[TensorFile], spec: ModelSpec, dtype: str | None, mesh: Mesh = ONE
+    place: Path,
+    files: Sequence[TensorFile],
+    spec: ModelSpec,
+    dtype: str | None,
+    mesh: Mesh = ONE,
+    weight_dtype: str | None = None,
+    on_values: OnValues | None = None,
 ) -> Params:
     """The params tree of a model, read one tensor at a time; on a mesh each process reads its part of it.
 
@@ -73,6 +84,9 @@ def read_weights(
       spec: what the tensors must be.
       dtype: of the result, or None for the embedding's stored one.
       mesh: the devices they are sharded over.
+      weight_dtype: of matrices ("int8", "int4"), or None for ``dtype``. A scale may count inputs that lie on
+        several devices, so each process quantises whole matrices and keeps its part.
+      on_values: called with each matrix before it is quantised.
 
     Raises:
       ModelError: missing, unknown, twice stored or wrongly shaped tensors, all named.
@@ -84,11 +98,19 @@ def read_weights(
     params: Params = {"layers": [{} for _ in range(spec.num_layers)]}
     for entry in entries:
         file = holder[entry.name]
-        stored = file.tensor(entry.name) if mesh == ONE else file.slices(entry.name)
+        whole = mesh == ONE or (weight_dtype and str(entry.paths[0][-1]) in INPUTS)
+        stored = file.tensor(entry.name) if whole else file.slices(entry.name)
         for at, (path, shape) in enumerate(zip(entry.paths, entry.shapes)):
-            how = mesh.spec(LETTERS.get(str(path[-1]), ""), shape)
-            read = functools.partial(_part, entry, stored, at, dtype)
-            _node(params, path)[path[-1]] = mesh.build(shape, how, read)
+            name = str(path[-1])
+            if weight_dtype and name in INPUTS:
+                values = entry.part(stored, at, (slice(None),) * len(shape))
+                if on_values:
+                    on_values(path, values)
+                leaf = mesh.place(quantised(values, name, weight_dtype, dtype), LETTERS[name])
+            else:
+                how = mesh.spec(LETTERS.get(name, ""), shape)
+                leaf = mesh.build(shape, how, functools.partial(_part, entry, stored, at, dtype))
+            _node(params, path)[path[-1]] = leaf
     twice = spec.tied and HEAD in holder
     if twice and not np.array_equal(holder[HEAD].tensor(HEAD), holder[embed].tensor(embed)):
         raise ModelError(
