@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING, Any
 from kvjax.models import gguf_config, gguf_text, packages
 from kvjax.models.decoder import Decoder
 from kvjax.models.gguf_file import GgufWeights, Header, is_gguf, read_header
-from kvjax.models.hf_config import ModelError, eos_value, read_config, stated_dtype, write_config
+from kvjax.models.hf_config import (
+    ModelError,
+    eos_value,
+    read_config,
+    stated_blocks,
+    stated_dtype,
+    write_config,
+)
 from kvjax.models.hf_weights import (
     OnValues,
     TensorFile,
@@ -32,6 +39,7 @@ from kvjax.models.hf_weights import (
     stamp,
     write_weights,
 )
+from kvjax.models.quantised import refuse
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.consistency import check_consistent
 from kvjax.sharding.mesh import ONE, Mesh
@@ -117,7 +125,13 @@ def load(
     mesh.check(f"load({str(source)!r})", heads=spec.num_heads, kv_heads=spec.num_kv_heads)
     files: Sequence[TensorFile]
     if header is None:
-        files = open_folder(place, spec)
+        blocks = stated_blocks(config, str(place / "config.json"))
+        if blocks is not None and weight_dtype is not None:
+            raise ModelError(
+                f"load({str(source)!r}, weight_dtype={weight_dtype!r}) would quantise weights that are FP8 "
+                "already. Leave weight_dtype (--weight-dtype) out, or take the bfloat16 checkpoint."
+            )
+        files = open_folder(place, spec, blocks)
     else:
         files = [GgufWeights(header, spec, "float32" if weight_dtype else str(dtype))]
     if mesh.across:
@@ -194,6 +208,7 @@ def save(
     _check_dtype(f"save({str(folder)!r}, dtype={dtype!r})", dtype, DTYPES)
     if max_shard_bytes < 1:
         raise ModelError(f"save(max_shard_bytes={max_shard_bytes}) leaves no room; give bytes from 1.")
+    refuse(params, call)
     notes = metadata or {}
     if not all(isinstance(text, str) for pair in notes.items() for text in pair):
         raise ModelError(f"save(metadata={notes!r}) must map strings to strings; write other values as JSON.")

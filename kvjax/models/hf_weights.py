@@ -15,6 +15,7 @@ import ml_dtypes  # noqa: F401  teaches NumPy the name "bfloat16"
 import numpy as np
 
 from kvjax.models.decoder import LETTERS
+from kvjax.models.hf_fp8 import SCALES, STORED, Blocks, Widened
 from kvjax.models.hf_table import HEAD, Entry, stored_as, table
 from kvjax.models.hf_values import ModelError, aligned, cast
 from kvjax.models.quantised import INPUTS, quantised
@@ -26,6 +27,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DTYPES = {**_STORED, STORED: "float8_e4m3fn"}
 # Old checkpoints carry the rope's frequencies and GPT-2's causal mask as buffers, which are computed from
 # the spec; and a model that also sees has parts that text never meets.
 _IGNORED = re.compile(
@@ -185,8 +187,13 @@ def check_params(spec: ModelSpec, params: Params) -> None:
         )
 
 
-def open_folder(folder: Path, spec: ModelSpec) -> list[TensorFile]:
+def open_folder(folder: Path, spec: ModelSpec, blocks: Blocks | None = None) -> list[TensorFile]:
     """The safetensors files of a folder: model.safetensors, or shards and their index.
+
+    Args:
+      folder: of the model.
+      spec: its sizes.
+      blocks: how FP8 tensors are scaled, if there are any.
 
     Raises:
       ModelError: no such files, some of them missing, or damaged ones.
@@ -198,7 +205,8 @@ def open_folder(folder: Path, spec: ModelSpec) -> list[TensorFile]:
             f"{folder} lacks {len(missing)} of the {len(names)} files that {INDEX} names: "
             f"{', '.join(missing)}. Download them into the folder."
         )
-    return [_Safetensors(folder / name, spec) for name in names]
+    files = [_Safetensors(folder / name, spec) for name in names]
+    return [_Fp8(file, files, blocks) for file in files] if blocks else [*files]
 
 
 class _Safetensors:
@@ -235,7 +243,7 @@ class _Safetensors:
     def tensor(self, name: str) -> np.ndarray:
         """In memory of its own: the pages of a mapped file would count as the process' until it is closed."""
         about = self._header[self._stored[name]]
-        tensor = aligned(tuple(about["shape"]), _STORED[about["dtype"]])
+        tensor = aligned(tuple(about["shape"]), _DTYPES[about["dtype"]])
         memory = tensor.reshape(-1).view(np.uint8).data
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.header_size + about["data_offsets"][0])
@@ -244,6 +252,48 @@ class _Safetensors:
         if memory:
             raise ModelError(f"{self.path} has become shorter while it was read. Load it again.")
         return tensor
+
+
+class _Fp8:
+    """A file of a checkpoint in FP8: its tensors widened, their scales hidden."""
+
+    fits, mend = _Safetensors.fits, _Safetensors.mend
+    types: Collection[str] = (*_STORED, STORED)
+
+    def __init__(self, file: _Safetensors, files: Sequence[_Safetensors], blocks: Blocks) -> None:
+        self.path, self.header_size = file.path, file.header_size
+        self._file, self._files, self._blocks = file, files, blocks
+        self.names = [name for name in file.names if not name.endswith(SCALES)]
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        shape, dtype = self._file.header(name)
+        if dtype == STORED:
+            self._scales(name, shape)
+        return shape, dtype
+
+    def slices(self, name: str) -> Any:
+        return self._widened(name, self._file.slices(name))
+
+    def tensor(self, name: str) -> Any:
+        return self._widened(name, self._file.tensor(name))
+
+    def _widened(self, name: str, stored: Any) -> Any:
+        shape, dtype = self._file.header(name)
+        return Widened(stored, self._scales(name, shape), self._blocks, shape) if dtype == STORED else stored
+
+    def _scales(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """They may be in another file."""
+        wanted = tuple(-(-size // block) for size, block in zip(shape, self._blocks))
+        scales = name + SCALES
+        holder = next((file for file in self._files if scales in file.names), None)
+        kept = None if holder is None else holder.header(scales)
+        if holder is None or kept is None or kept[0] != wanted or kept[1] not in _STORED or len(shape) != 2:
+            what = "is missing" if kept is None else f"is {kept[1]} {list(kept[0])}"
+            raise ModelError(
+                f"{self.path} stores {name} {list(shape)} in FP8, and {scales} {what}; it must be "
+                f"{list(wanted)}, a scale for each block of {' x '.join(map(str, self._blocks))}. Download the folder again."
+            )
+        return holder.tensor(scales)
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -288,7 +338,7 @@ def _locate(
             shape, dtype = file.header(name)
             if shape != wanted[name]:
                 faults.append(f"{name} is {list(shape)} instead of {list(wanted[name])}")
-            if dtype.startswith("F8_"):
+            if dtype.startswith("F8_") and dtype not in file.types:
                 raise ModelError(
                     f"{place} stores {name} as {dtype}, and nothing in its config.json says how FP8 numbers "
                     "are scaled. Use the config.json that came with these weights, or their bfloat16 version."

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.models.hf_values import aligned
-from kvjax.types import pytree
+from kvjax.models.hf_values import ModelError, aligned
+from kvjax.types import Params, pytree
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -83,6 +83,13 @@ class Quantised:
     def on_mesh(self) -> Quantised:
         """The same once it is cut over devices."""
         return dataclasses.replace(self, cut=True)
+
+
+def refuse(params: Params, call: str) -> None:
+    """Raises ModelError where weights are quantised; ``call`` needs the model's own."""
+    kinds = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantised))
+    if any(isinstance(leaf, Quantised) for leaf in kinds):
+        raise ModelError(f"{call} takes no quantised weights. Load the model without weight_dtype.")
 
 
 def group_of(inputs: int) -> int | None:
