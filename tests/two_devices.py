@@ -33,7 +33,9 @@ def main(folder: str, policy: str, weight_dtype: str | None = None) -> None:
     prompts = [draw.permutation(one.spec.vocab_size)[:length].tolist() for length in LENGTHS]
     lives = {"one": (one, None), "two": (two, None), "moved": (one, "tensor=2")}
     said = {
-        name: kvjax.generate(model, policy, prompts, max_new_tokens=NEW, stops=(), mesh=mesh).tokens.tolist()
+        name: np.asarray(
+            kvjax.generate(model, policy, prompts, max_new_tokens=NEW, stops=(), mesh=mesh).tokens
+        ).tolist()
         for name, (model, mesh) in lives.items()
     }
     logits = [np.asarray(kvjax.prefill(model, policy, prompts, context=64)[1]) for model in (one, two)]

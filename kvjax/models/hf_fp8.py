@@ -59,20 +59,21 @@ class Widened:
     """An FP8 matrix that is widened where it is indexed with a slice of each dimension.
 
     Attributes:
-      stored: the tensor [O, I] in FP8; an array, or an object that reads only the slices it is indexed with.
+      stored: the tensor [O, I] in FP8.
       scales: [O / blocks, I / blocks], rounded up; of each block.
       blocks: entries of a block in each dimension.
     """
 
-    def __init__(self, stored: Any, scales: np.ndarray, blocks: Blocks, shape: tuple[int, ...]) -> None:
-        self.stored, self.scales, self.blocks, self.shape = stored, scales.astype(np.float32), blocks, shape
+    def __init__(self, stored: np.ndarray, scales: np.ndarray, blocks: Blocks) -> None:
+        self.stored, self.scales, self.blocks = stored, scales.astype(np.float32), blocks
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """In float32."""
         rows, columns = (
-            np.arange(*cut.indices(size)) // block for cut, size, block in zip(index, self.shape, self.blocks)
+            np.arange(*cut.indices(size)) // block
+            for cut, size, block in zip(index, self.stored.shape, self.blocks)
         )
-        values = np.asarray(self.stored[index]).astype(np.float32)
+        values = self.stored[index].astype(np.float32)
         by_row = self.scales[:, columns]
         for block in np.unique(rows):
             values[rows == block] *= by_row[block]

@@ -272,14 +272,15 @@ class _Fp8:
         return shape, dtype
 
     def slices(self, name: str) -> Any:
-        return self._widened(name, self._file.slices(name))
+        return self._widened(name) if self._file.header(name)[1] == STORED else self._file.slices(name)
 
     def tensor(self, name: str) -> Any:
-        return self._widened(name, self._file.tensor(name))
+        return self._widened(name) if self._file.header(name)[1] == STORED else self._file.tensor(name)
 
-    def _widened(self, name: str, stored: Any) -> Any:
-        shape, dtype = self._file.header(name)
-        return Widened(stored, self._scales(name, shape), self._blocks, shape) if dtype == STORED else stored
+    def _widened(self, name: str) -> Widened:
+        # The whole tensor even where a part is read: safetensors cannot slice FP8 with NumPy.
+        shape, _ = self._file.header(name)
+        return Widened(self._file.tensor(name), self._scales(name, shape), self._blocks)
 
     def _scales(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """They may be in another file."""
@@ -291,7 +292,8 @@ class _Fp8:
             what = "is missing" if kept is None else f"is {kept[1]} {list(kept[0])}"
             raise ModelError(
                 f"{self.path} stores {name} {list(shape)} in FP8, and {scales} {what}; it must be "
-                f"{list(wanted)}, a scale for each block of {' x '.join(map(str, self._blocks))}. Download the folder again."
+                f"{list(wanted)}, a scale for each block of {' x '.join(map(str, self._blocks))}. Download "
+                "the folder again."
             )
         return holder.tensor(scales)
 
