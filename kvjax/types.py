@@ -30,6 +30,9 @@ EMPTY = -1
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that weights may be stored in and cast to."""
 
+WEIGHT_DTYPES = ("int8", "int4")
+"""What weights may be quantised to at loading."""
+
 Params = dict[str, Any]
 """A pytree of arrays: learned weights of a model or of a policy part."""
 

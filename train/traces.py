@@ -22,6 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from kvjax.errors import UserError
+from kvjax.models.quantised import refuse
 from kvjax.types import Heads, Network, Params
 from kvjax.weights import fingerprint
 from pallas_kernels.blockwise.api import blockwise
@@ -84,6 +85,7 @@ def describe(settings: ranker.Settings, model: LanguageModel) -> Manifest:
     Raises:
       ConfigError: a model whose traces cannot be made, or lengths it was not trained for.
     """
+    refuse(model.params, "training")
     network, recording = model.network, settings.recording
     if any(window is not None for window in network.windows):
         family = getattr(getattr(network, "spec", None), "family", "model")

@@ -93,7 +93,8 @@ def on_devices(
         "layer": (jnp.asarray(info.layer), WHOLE),
         "of_rows": ((info.total, info.confidence, info.seeds), ROWS),
         "arrays": (arrays, {name: ROWS if name == "hidden" else MODEL_HEADS for name in arrays}),
-        "weights": ((project, wo), jax.tree.map(of_projection, (project, wo))),
+        "project": (project, jax.tree.map(of_projection, project)),
+        "wo": (wo, None if wo is None else P(None, TENSOR)),
         "sinks": (sinks, None if sinks is None else P(TENSOR)),
         "carry": (carry, of_state(carry)),
         "rows": (rows, ROWS),
@@ -116,8 +117,7 @@ def on_devices(
         if x is not None:
             absent = dict.fromkeys(("q", "k", "v", "q_pre", "k_pre", "hidden"))
             present: dict[str, Any] = absent | part["arrays"]
-            project, wo = part["weights"]
-            own_model = {"project": project, "wo": wo, "sinks": part["sinks"]}
+            own_model = {name: part[name] for name in ("project", "wo", "sinks")}
             tokens = Heads(**present, softcap=x.softcap, rotate=x.rotate, **own_model)
         return run(own, tokens, part["carry"], *part["rows"])
 

@@ -15,6 +15,8 @@ Params, a dict (any dtype; shapes in the letters of ``kvjax.types``; in brackets
     with experts, instead of w_gate, w_up, w_down and their biases:
     router [E, D]   experts_gate, experts_up [E, F, D]   experts_down [E, D, F]
     (router_bias [E]   experts_gate_bias, experts_up_bias [E, F]   experts_down_bias [E, D])
+
+Matrices may be ``Quantised``, but not those of experts.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import jax.numpy as jnp
 from kvjax.models.activations import gated
 from kvjax.models.experts import route, through_experts
 from kvjax.models.layout import INPUTS_FIRST
+from kvjax.models.quantised import Quantised, rows_of, times, widened
 from kvjax.models.rope import rotate
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import ONE, Mesh
@@ -105,7 +108,12 @@ LETTERS = {
 
 def letters(params: Params) -> Params:
     """The dimensions of every leaf in the letters of ``kvjax.types``; "" for leaves that are never cut."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: LETTERS.get(path[-1].key, ""), params)
+
+    def of(path: Any, _: Any) -> str:
+        name = next(part.key for part in reversed(path) if hasattr(part, "key"))  # codes have their leaf's
+        return LETTERS.get(name, "")
+
+    return jax.tree_util.tree_map_with_path(of, params)
 
 
 def norm(spec: ModelSpec, p: Params, name: str, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -127,8 +135,12 @@ def softcap(x: Float[Array, "... X"], limit: float | None) -> Float[Array, "... 
     return x if limit is None else limit * jnp.tanh(x / limit)
 
 
-def product(axes: str, x: Float[Array, "B T X"], weight: Float[Array, "... X"]) -> Float[Array, "B T ..."]:
+def product(
+    axes: str, x: Float[Array, "B T X"], weight: Float[Array, "... X"] | Quantised
+) -> Float[Array, "B T ..."]:
     """x times a weight, in x's dtype; sums in float32."""
+    if isinstance(weight, Quantised):
+        return times(x, weight).astype(x.dtype)
     plain, in_float32 = functools.partial(jnp.einsum, axes), functools.partial(_in_float32, axes)
     if x.dtype == jnp.float32:
         return plain(x, weight)
@@ -193,7 +205,7 @@ def project(
         softcap=spec.attn_softcap,
         rotate=to_position,
         project=jax.tree_util.Partial(functools.partial(queries, spec), of_queries),
-        wo=p["wo"],
+        wo=widened(p["wo"]) if isinstance(p["wo"], Quantised) else p["wo"],
         sinks=p.get("sinks"),
     )
 
@@ -235,7 +247,7 @@ def layer(
     mixed, carry = attend(index, heads, carry)
     # Flat: contracted over two axes, XLA on CPU transposes all of wo in every decode step.
     flat = mixed.astype(x.dtype).reshape(*mixed.shape[:2], -1)
-    y = product("btm,dm->btd", flat, p["wo"].reshape(-1, flat.shape[-1]))
+    y = product("btm,dm->btd", flat, p["wo"].reshape(spec.model_dim, -1))
     if spec.linear_bias:
         y = y + p["bo"]
     x = add(spec, p, x, y, "attn_post_norm")
@@ -257,7 +269,8 @@ def embed(
     spec: ModelSpec, p: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
     """Token ids to vectors; positions count where they are learned (padding beyond the table is garbage)."""
-    x = p["embed"][tokens]
+    table = p["embed"]
+    x = rows_of(table, tokens) if isinstance(table, Quantised) else table[tokens]
     if spec.embedding_gain != 1.0:
         x = x * jnp.asarray(spec.embedding_gain, x.dtype)
     return x + p["positions"][positions] if spec.positions == "learned" else x
@@ -266,7 +279,11 @@ def embed(
 def logits(spec: ModelSpec, p: Params, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Final norm and output projection; float32."""
     y = norm(spec, p, "final_norm", x)
-    z = _in_float32("rd,vd->rv", y.reshape(-1, y.shape[-1]), p["embed" if spec.tied else "head"])
+    head = p["embed" if spec.tied else "head"]
+    if isinstance(head, Quantised):
+        z = times(y, head)
+    else:
+        z = _in_float32("rd,vd->rv", y.reshape(-1, y.shape[-1]), head)
     return softcap(z.reshape(*y.shape[:-1], -1) / spec.logits_divisor, spec.final_softcap)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvjax.models.families import FAMILIES, OTHERS, Family
 from kvjax.models.hf_experts import odd_experts, read_experts, write_experts
+from kvjax.models.hf_fp8 import Blocks, read_quantisation
 from kvjax.models.hf_rope import read_ropes, write_ropes
 from kvjax.models.hf_values import ModelError, count, number
 from kvjax.models.hf_windows import SLIDING, read_windows, write_windows
@@ -53,6 +54,7 @@ def read_config(config: dict[str, Any], generation: dict[str, Any], file: str) -
         )
     family = FAMILIES[name]
     config = _respelled(config, family)
+    read_quantisation(config, file)
     _check_agrees(config, family, file)
     needed = [*_SIZES, "max_position_embeddings", *family.needs]
     missing = [family.spelled.get(key, key) for key in needed if key not in config]
@@ -127,6 +129,11 @@ def write_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     }
 
 
+def stated_blocks(config: dict[str, Any], file: str) -> Blocks | None:
+    """How FP8 tensors are scaled; None where the checkpoint is not quantised."""
+    return read_quantisation(_text_part(config), file)
+
+
 def eos_value(eos: tuple[int, ...]) -> int | list[int] | None:
     """Ids that end a text as HF files spell them: null, one number, or a list."""
     return (list(eos) if len(eos) > 1 else eos[0]) if eos else None
@@ -164,7 +171,7 @@ def _respelled(config: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _check_agrees(config: dict[str, Any], family: Family, file: str) -> None:
-    agrees = {"quantization_config": (None,), **family.agrees}
+    agrees = dict(family.agrees)
     if not family.partial:
         agrees["partial_rotary_factor"] = (None, 1)
     asks = [f"{k}={config[k]!r}" for k, allowed in agrees.items() if k in config and config[k] not in allowed]

@@ -15,9 +15,11 @@ import ml_dtypes  # noqa: F401  teaches NumPy the name "bfloat16"
 import numpy as np
 
 from kvjax.models.decoder import LETTERS, shapes
+from kvjax.models.hf_fp8 import SCALES, STORED, Blocks, Widened
 from kvjax.models.hf_table import HEAD, Alternating, Entry, stored_as, table
 from kvjax.models.hf_values import ModelError, aligned, cast
 from kvjax.models.mxfp4 import Mxfp4
+from kvjax.models.quantised import INPUTS, quantised
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Params
@@ -26,7 +28,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_BYTES = {"U8": "uint8"}
+_DTYPES = {**_STORED, STORED: "float8_e4m3fn", "U8": "uint8"}
 # Old checkpoints carry the rope's frequencies and GPT-2's causal mask as buffers, which are computed from
 # the spec; and a model that also sees has parts that text never meets.
 _IGNORED = re.compile(
@@ -37,6 +39,8 @@ _VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
 
 Piece = Callable[[int, tuple[slice, ...]], np.ndarray]
 """(expert, a slice of each further dimension) to that part of the expert."""
+OnValues = Callable[[tuple[str | int, ...], np.ndarray], None]
+"""Called with a leaf's keys in the params tree, and its values as the file has them."""
 
 
 class TensorFile(Protocol):
@@ -68,7 +72,13 @@ class TensorFile(Protocol):
 
 
 def read_weights(
-    place: Path, files: Sequence[TensorFile], spec: ModelSpec, dtype: str | None, mesh: Mesh = ONE
+    place: Path,
+    files: Sequence[TensorFile],
+    spec: ModelSpec,
+    dtype: str | None,
+    mesh: Mesh = ONE,
+    weight_dtype: str | None = None,
+    on_values: OnValues | None = None,
 ) -> Params:
     """The params tree of a model, read one tensor at a time; on a mesh each process reads its part of it.
 
@@ -79,6 +89,9 @@ def read_weights(
       spec: what the tensors must be.
       dtype: of the result, or None for the embedding's stored one.
       mesh: the devices they are sharded over.
+      weight_dtype: of matrices ("int8", "int4"), or None for ``dtype``. A scale may count inputs that lie on
+        several devices, so each process quantises whole matrices and keeps its part.
+      on_values: called with each matrix before it is quantised.
 
     Raises:
       ModelError: missing, unknown, twice stored or wrongly shaped tensors, all named.
@@ -97,11 +110,19 @@ def read_weights(
         if _of_experts(entry):
             continue
         file = holder[entry.name]
-        stored = file.tensor(entry.name) if mesh == ONE else file.slices(entry.name)
+        whole = mesh == ONE or (weight_dtype and str(entry.paths[0][-1]) in INPUTS)
+        stored = file.tensor(entry.name) if whole else file.slices(entry.name)
         for at, (path, shape) in enumerate(zip(entry.paths, entry.shapes)):
-            how = mesh.spec(LETTERS.get(str(path[-1]), ""), shape)
-            read = functools.partial(_part, entry, stored, at, dtype)
-            _node(params, path)[path[-1]] = mesh.build(shape, how, read)
+            name = str(path[-1])
+            if weight_dtype and name in INPUTS:
+                values = entry.part(stored, at, (slice(None),) * len(shape))
+                if on_values:
+                    on_values(path, values)
+                leaf = mesh.place(quantised(values, name, weight_dtype, dtype), LETTERS[name])
+            else:
+                how = mesh.spec(LETTERS.get(name, ""), shape)
+                leaf = mesh.build(shape, how, functools.partial(_part, entry, stored, at, dtype))
+            _node(params, path)[path[-1]] = leaf
     twice = spec.tied and HEAD in holder
     if twice and not np.array_equal(holder[HEAD].tensor(HEAD), holder[embed].tensor(embed)):
         raise ModelError(
@@ -227,8 +248,13 @@ def check_params(spec: ModelSpec, params: Params) -> None:
         )
 
 
-def open_folder(folder: Path, spec: ModelSpec) -> list[TensorFile]:
+def open_folder(folder: Path, spec: ModelSpec, blocks: Blocks | None = None) -> list[TensorFile]:
     """The safetensors files of a folder: model.safetensors, or shards and their index.
+
+    Args:
+      folder: of the model.
+      spec: its sizes.
+      blocks: how FP8 tensors are scaled, if there are any.
 
     Raises:
       ModelError: no such files, some of them missing, or damaged ones.
@@ -240,7 +266,8 @@ def open_folder(folder: Path, spec: ModelSpec) -> list[TensorFile]:
             f"{folder} lacks {len(missing)} of the {len(names)} files that {INDEX} names: "
             f"{', '.join(missing)}. Download them into the folder."
         )
-    return [_Safetensors(folder / name, spec) for name in names]
+    files = [_Safetensors(folder / name, spec) for name in names]
+    return [_Fp8(file, files, blocks) for file in files] if blocks else [*files]
 
 
 class _Safetensors:
@@ -279,7 +306,7 @@ class _Safetensors:
         about = self._header[self._stored[name]]
         first, *rest = about["shape"]
         end = first if end is None else end
-        tensor = aligned((end - begin, *rest), (_STORED | _BYTES)[about["dtype"]])
+        tensor = aligned((end - begin, *rest), _DTYPES[about["dtype"]])
         memory = tensor.reshape(-1).view(np.uint8).data
         with open(self.path, "rb", buffering=0) as file:
             before = begin * tensor.dtype.itemsize * math.prod(rest)
@@ -289,6 +316,50 @@ class _Safetensors:
         if memory:
             raise ModelError(f"{self.path} has become shorter while it was read. Load it again.")
         return tensor
+
+
+class _Fp8:
+    """A file of a checkpoint in FP8: its tensors widened, their scales hidden."""
+
+    fits, mend = _Safetensors.fits, _Safetensors.mend
+    types: Collection[str] = (*_STORED, STORED)
+
+    def __init__(self, file: _Safetensors, files: Sequence[_Safetensors], blocks: Blocks) -> None:
+        self.path, self.header_size = file.path, file.header_size
+        self._file, self._files, self._blocks = file, files, blocks
+        self.names = [name for name in file.names if not name.endswith(SCALES)]
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        shape, dtype = self._file.header(name)
+        if dtype == STORED:
+            self._scales(name, shape)
+        return shape, dtype
+
+    def slices(self, name: str) -> Any:
+        return self._widened(name) if self._file.header(name)[1] == STORED else self._file.slices(name)
+
+    def tensor(self, name: str) -> Any:
+        return self._widened(name) if self._file.header(name)[1] == STORED else self._file.tensor(name)
+
+    def _widened(self, name: str) -> Widened:
+        # The whole tensor even where a part is read: safetensors cannot slice FP8 with NumPy.
+        shape, _ = self._file.header(name)
+        return Widened(self._file.tensor(name), self._scales(name, shape), self._blocks)
+
+    def _scales(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """They may be in another file."""
+        wanted = tuple(-(-size // block) for size, block in zip(shape, self._blocks))
+        scales = name + SCALES
+        holder = next((file for file in self._files if scales in file.names), None)
+        kept = None if holder is None else holder.header(scales)
+        if holder is None or kept is None or kept[0] != wanted or kept[1] not in _STORED or len(shape) != 2:
+            what = "is missing" if kept is None else f"is {kept[1]} {list(kept[0])}"
+            raise ModelError(
+                f"{self.path} stores {name} {list(shape)} in FP8, and {scales} {what}; it must be "
+                f"{list(wanted)}, a scale for each block of {' x '.join(map(str, self._blocks))}. Download "
+                "the folder again."
+            )
+        return holder.tensor(scales)
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -333,7 +404,7 @@ def _locate(
             shape, dtype = file.header(name)
             if shape != wanted[name]:
                 faults.append(f"{name} is {list(shape)} instead of {list(wanted[name])}")
-            if dtype.startswith("F8_"):
+            if dtype.startswith("F8_") and dtype not in file.types:
                 raise ModelError(
                     f"{place} stores {name} as {dtype}, and nothing in its config.json says how FP8 numbers "
                     "are scaled. Use the config.json that came with these weights, or their bfloat16 version."

@@ -26,6 +26,7 @@ class Deployment:
       rows: B.
       context: tokens that every row has seen.
       dtype: of weights and cache.
+      weight_dtype: what matrices are quantised to, or None.
       share: of the tokens that learned admission may admit, or that a vote may keep, those that stay; None if
         the policy itself decides.
       imbalance: slots on the fullest device over the mean of all devices, where heads are filled unevenly.
@@ -39,6 +40,7 @@ class Deployment:
     rows: int
     context: int
     dtype: str = "bfloat16"
+    weight_dtype: str | None = None
     share: float | None = None
     imbalance: float = 1.0
     chunk: int = 256

@@ -114,7 +114,8 @@ def roofline(case: Deployment, compiled: Compiled, chip: Chip) -> Roofline:
     walked = sum(layer.walked for layer in layers) if compiled.program.kernels == "xla" else cache
     storage, dim = case.policy.storage, case.spec.head_dim
     key = storage.width(dim) * jnp.dtype(storage.dtype(jnp.dtype(case.dtype))).itemsize
-    flops = 2.0 * case.device_rows * (model / case.itemsize) + 2.0 * case.spec.groups * cache / key * dim
+    whole = shapes.device_bytes(shapes.read_every_step(dataclasses.replace(case, weight_dtype=None)))
+    flops = 2.0 * case.device_rows * (whole / case.itemsize) + 2.0 * case.spec.groups * cache / key * dim
     sent = compiled.program.sent * case.rows / compiled.case.rows
     seconds, compiled_seconds = (
         max((weights + read) / chip.bandwidth, flops / chip.flops) + sent / chip.links

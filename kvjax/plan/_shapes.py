@@ -17,7 +17,7 @@ from kvjax.cache import pool
 from kvjax.cache import state as states
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.models import decoder
+from kvjax.models import decoder, quantised
 from kvjax.models.spec import ModelSpec
 from kvjax.plan._deployment import Deployment, learned_admission
 from kvjax.sharding.mesh import Mesh
@@ -37,9 +37,16 @@ def device_bytes(tree: Any) -> int:
 
 def params(case: Deployment) -> Params:
     """The model's weights."""
-    dtype, is_shape = jnp.dtype(case.dtype), lambda x: isinstance(x, tuple)
-    as_shape = lambda shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    tree = jax.tree.map(as_shape, decoder.shapes(case.spec), is_leaf=is_shape)
+    dtype, weight_dtype = jnp.dtype(case.dtype), case.weight_dtype
+
+    def leaf(path: Any, shape: tuple[int, ...]) -> Any:
+        name = path[-1].key
+        if weight_dtype and name in quantised.INPUTS:
+            return quantised.shapes(shape, name, weight_dtype, dtype).on_mesh()
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    tree = jax.tree_util.tree_map_with_path(leaf, decoder.shapes(case.spec), is_leaf=is_shape)
     return case.mesh.shapes(tree, case.mesh.of_model(case.network, tree))
 
 

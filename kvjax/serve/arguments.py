@@ -49,6 +49,7 @@ class Options:
     auto: str = ""
     weights: dict[str, Source] = option(add=weights.add_options)
     dtype: str | None = shared("--dtype")
+    weight_dtype: str | None = shared("--weight-dtype")
     mesh: str | None = shared("--mesh")
     chunk: int = option(256, "prompt tokens read at a time", type=_TOKENS)
     max_new_tokens: int | None = option(

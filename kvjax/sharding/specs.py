@@ -97,8 +97,8 @@ def of_learned(parts: Iterable[Any], weights: Mapping[str, Any]) -> dict[str, An
 
 
 def of_projection(leaf: Any) -> P:
-    """How a weight of ``Heads.project`` or ``Heads.wo`` is cut: its last axis but one counts query heads."""
-    return P(*[None] * (leaf.ndim - 2), TENSOR) if leaf.ndim > 1 else WHOLE
+    """How a weight of ``Heads.project`` is cut: its first axis counts query heads, where it has several."""
+    return P(TENSOR) if leaf.ndim > 1 else WHOLE
 
 
 def spread(specs: Any, tree: Any) -> Any:
