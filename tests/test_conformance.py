@@ -411,6 +411,9 @@ def test_a_flax_module_writes_what_generate_writes(preset):
     from kvjax.flax import CausalLM
 
     policy, prompts = kvjax.policy(preset), [tiny.prompt(n, seed) for seed, n in enumerate(LENGTHS)]
+    if policy.eviction.replays:  # the tiny model has no tokenizer
+        ids = dataclasses.replace(policy.eviction, instruction=(5, 7))
+        policy = dataclasses.replace(policy, eviction=ids)
     shared = {"weights": tiny.weights(policy), "page": 16, "chunk_size": 16}  # pages hold Quest's chunks
     right = kvjax.generate(tiny.model(), policy, prompts, max_new_tokens=6, stops=(), **shared).tokens
     lm = CausalLM(tiny.model(), policy, batch=3, context=tiny.CONTEXT, **shared)

@@ -233,7 +233,7 @@ def _refuse_illegal_pairs(p: Policy) -> None:
     for at, one in enumerate(wrappers):
         if one.name in [other.name for other in wrappers[:at]]:
             raise PolicyError(f"{p.eviction!r} wraps twice by {one.name}. Write it once.")
-        if one.runs and one is not wrappers[-1]:
+        if isinstance(one, Eviction) and one.runs and one is not wrappers[-1]:
             raise PolicyError(
                 f"{p.eviction!r}: {wrappers[-1].word} would choose anew what {one.word} keeps in runs. Write "
                 f"{one.word} last, and no other wrapper that keeps runs."
@@ -253,8 +253,8 @@ def _refuse_illegal_pairs(p: Policy) -> None:
         unseen = sorted(one.needs - {"k", "v", "wo_norm"})
         if one is not p.eviction.chain[0] and unseen:
             raise PolicyError(
-                f"{p.eviction!r} feeds a prompt twice and then cuts it, when its keys and values are all that "
-                f"is left, but {one.word} reads {' and '.join(unseen)}. Leave one of them out."
+                f"{p.eviction!r} feeds a prompt twice and then cuts it, when its keys and values are all "
+                f"that is left, but {one.word} reads {' and '.join(unseen)}. Leave one of them out."
             )
     if p.eviction.replays and p.admission.prefill and not p.admission.idle:
         raise PolicyError(

@@ -48,7 +48,8 @@ def prompt_pieces(
                 raise RequestError(
                     f"{call}: row {row} needs {len(prompt) + len(piece.tokens)} positions, for a prompt of "
                     f"{len(prompt)} tokens, {asks} of instruction and {again} of the prompt once more, and "
-                    f"the model was trained for {most}. Shorten the prompt, or the pieces of {policy.eviction!r}."
+                    f"the model was trained for {most}. Shorten the prompt, or the pieces of "
+                    f"{policy.eviction!r}."
                 )
     return pieces
 
