@@ -84,7 +84,12 @@ SLOW = (
     "h2o(None) + uniform(24)",
     "h2o(8) + uniform(21, when=every_step) + sinks(2)",
     "int8(16)",
+    "keydiff + chunks(7) + uniform(24)",
     "keydiff + uniform(24)",
+    "kvp(2, recent=6) + critical(0.25) + ada(20)",
+    "kvzip(16, sinks=2, instruction=(5, 7, 9)) + uniform(24)",
+    "kvzip(30, sinks=0, instruction=(3,)) + critical + uniform(24)",
+    "snapkv(8) + critical + uniform(24)",
     "knorm + uniform(32)",
     "knorm + uniform(40, when=every_step) + sinks(4) + recent(8)",
     "kvp(2, recent=6) + uniform(24)",
@@ -449,6 +454,9 @@ def test_a_flax_module_writes_what_generate_writes(preset):
     from kvjax.flax import CausalLM
 
     policy, prompts = kvjax.policy(preset), [tiny.prompt(n, seed) for seed, n in enumerate(LENGTHS)]
+    if policy.eviction.replays:  # the tiny model has no tokenizer
+        ids = dataclasses.replace(policy.eviction, instruction=(5, 7))
+        policy = dataclasses.replace(policy, eviction=ids)
     shared = {"weights": tiny.weights(policy), "page": 16, "chunk_size": 16}  # pages hold Quest's chunks
     right = kvjax.generate(tiny.model(), policy, prompts, max_new_tokens=6, stops=(), **shared).tokens
     lm = CausalLM(tiny.model(), policy, batch=3, context=tiny.CONTEXT, **shared)

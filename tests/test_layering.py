@@ -76,6 +76,7 @@ TABLE = {
     "kvjax.layer._attend": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
     "kvjax.layer._mass": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
     "kvjax.layer._prompt": rf"{STATE}|kvjax\.(algebra|layer\._(info|read|mass|admit))|{KERNELS}",
+    "kvjax.layer._replay": rf"{STATE}|kvjax\.(algebra|layer\._(info|read|prompt))|{KERNELS}",
     "kvjax.layer._rows": r"kvjax\.(algebra|layer\._info)",
     "kvjax.layer._step": rf"{STATE}|kvjax\.layer\._(?!prompt).+|{KERNELS}",
     "kvjax.weights": rf"{WEIGHTS}|kvjax\.(algebra|catalogue|sharding\.head_order)",

@@ -241,7 +241,7 @@ def _refuse_illegal_pairs(p: Policy) -> None:
     for at, one in enumerate(wrappers):
         if one.name in [other.name for other in wrappers[:at]]:
             raise PolicyError(f"{p.eviction!r} wraps twice by {one.name}. Write it once.")
-        if one.runs and one is not wrappers[-1]:
+        if isinstance(one, Eviction) and one.runs and one is not wrappers[-1]:
             raise PolicyError(
                 f"{p.eviction!r}: {wrappers[-1].word} would choose anew what {one.word} keeps in runs. Write "
                 f"{one.word} last, and no other wrapper that keeps runs."

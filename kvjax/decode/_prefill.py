@@ -362,8 +362,8 @@ def read_layers(
             rows = [mesh.put(number) for number in numbers]
             for index, call in enumerate(calls):
                 k, v, scores = held[index]
-                where = (network, policy, network.windows[index], call.block, call.number)
-                y, scores = run.replay(*where, y, k, v, scores, total, *rows, mesh)
+                kind = (network, policy, network.windows[index], call.block, call.number)
+                y, scores = run.replay(*kind, y, k, v, scores, total, *rows, mesh)
                 held[index] = (k, v, scores)
                 yield (done := done + 1), layers
     for index, (_, block, own, at) in enumerate(calls):
