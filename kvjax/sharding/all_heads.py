@@ -40,6 +40,11 @@ class AllHeads:
         own = x.mean(axis=1, keepdims=True)
         return own if self.axis is None else jax.lax.pmean(own, self.axis)
 
+    def largest(self, x: Float[Array, "B K ..."]) -> Float[Array, "B 1 ..."]:
+        """Of all heads."""
+        own = x.max(axis=1, keepdims=True)
+        return own if self.axis is None else jax.lax.pmax(own, self.axis)
+
     def gather(self, x: Num[Array, "B K ..."]) -> Num[Array, "B K ..."]:
         """Every head's, in their order."""
         return x if self.axis is None else jax.lax.all_gather(x, self.axis, axis=1, tiled=True)
