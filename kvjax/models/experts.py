@@ -201,8 +201,8 @@ def _forward(
 
 
 def _backward(kind: str, kept: tuple[Params, Array, Array, Groups], cotangent: Array) -> tuple[object, ...]:
-    *inputs, groups = kept
-    pull = jax.vjp(lambda *x: _in_groups(kind, *x, groups), *inputs)[1]
+    weights, rows, weight, groups = kept
+    pull = jax.vjp(lambda p, x, g: _in_groups(kind, p, x, g, groups), weights, rows, weight)[1]
     return (*pull(cotangent), None)
 
 

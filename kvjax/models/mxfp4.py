@@ -15,8 +15,6 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxtyping import Float, UInt8
 
-    from kvjax.models.hf_weights import TensorFile
-
 BLOCKS, SCALES = "_blocks", "_scales"
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)
@@ -55,7 +53,7 @@ class Packed:
 class Mxfp4:
     """Files of a folder as one in which packed tensors are read as what they stand for."""
 
-    def __init__(self, files: Sequence[TensorFile]) -> None:
+    def __init__(self, files: Sequence[Any]) -> None:
         self._where = {name: file for file in files for name in file.names}
         self.path, self.header_size = files[0].path, files[0].header_size
         self.fits, self.mend = files[0].fits, files[0].mend

@@ -101,7 +101,7 @@ def test_policies_act_on_full_layers_alone(name, golden_folder, golden_data):
         *((name, "snapkv(4) + uniform(4096)") for name in ("gemma2", "gemma3", "phi4_mini", "gpt2")),
         ("gpt_oss", "snapkv(4) + uniform(4096)"),
         ("gpt_oss", "h2o(3) + uniform(4096)"),
-        ("gpt_oss", "gvote + gvote(p=1)"),
+        ("gpt_oss", "gvote(p=1)"),
         ("gpt_oss", "int8(512)"),
         ("gpt_oss", "quest(chunks=512)"),
         ("gpt_oss", "topk(4096)"),
