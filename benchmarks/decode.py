@@ -180,5 +180,5 @@ def _row(side: Side, batch: int, start: Row, pieces: list[Row], end: Row) -> Row
         "live_bytes_end": end["live"],
         "allocated_bytes_end": end["allocated"],
         "temporary_bytes": end.get("temporary"),
-        "resident_bytes": end["rss"] - before,
+        "resident_bytes": end["rss"] - before if "rss" in end else None,
     }

@@ -76,7 +76,9 @@ def permuted(letters: Callable[[Params], Params], params: Params, order: Order) 
 
         def reordered(x: Any, dims: str, new: Order = new) -> Any:
             axis = next((at for at, letter in enumerate(dims) if letter in "KN"), None)
-            return x if axis is None or x.shape[axis] == 1 else in_order(x, new, axis)  # 1: of a scale
+            if axis is None or x.shape[axis] == 1:  # a scale may have one for all inputs
+                return x
+            return in_order(x, np.asarray(new), axis)
 
         layers.append(jax.tree.map(reordered, leaves, named))
     return params | {"layers": layers}

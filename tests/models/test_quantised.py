@@ -165,7 +165,7 @@ def test_a_saved_state_opens_beside_quantised_weights(folder, tmp_path):
     np.testing.assert_array_equal(saved.state.length, state.length)
 
 
-@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("weight_dtype", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_scales_are_cut_with_their_channels(folder, weight_dtype, on_two_devices):
     about = on_two_devices(folder, "full", weight_dtype)
     cut = lambda name, axis: [one[axis] // two[axis] for one, two in [about["shapes"][name]]][0]  # noqa: E731
