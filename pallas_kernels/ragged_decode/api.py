@@ -207,7 +207,7 @@ def _check(q: Array, k_pages: Array, v_pages: Array, table: Array, length: Array
     if q.ndim != 4 or k_pages.ndim != 3 or q.shape[-1] != codes.channels(k_pages, scales):
         raise ValueError(
             f"{call}(q {q.shape}, k_pages {k_pages.dtype}{k_pages.shape}) needs q [B, N, T, H] and k_pages "
-            "[P, S, H], or [P, S, H / 2] where an element of uint8 or uint16 holds two codes."
+            "[P, S, H], or [P, S, H / 2] where uint8 holds two codes a byte, or uint16 two floats."
         )
     if v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
         pools = f"k_pages {k_pages.dtype}{k_pages.shape}, v_pages {v_pages.dtype}{v_pages.shape}"
