@@ -125,7 +125,7 @@ def main(folder: Path) -> None:
                 else:
                     results[f"kept_{key}"], results[f"score_{key}"] = np.packbits(kept), scores
                     results[f"logits_{key}"] = logits
-    np.savez(folder / "answers.npz", **results)
+    np.savez(folder / "answers.npz", **results)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -338,8 +338,11 @@ class _Fp8:
     def slices(self, name: str) -> Any:
         return self._widened(name) if self._file.header(name)[1] == STORED else self._file.slices(name)
 
-    def tensor(self, name: str) -> Any:
-        return self._widened(name) if self._file.header(name)[1] == STORED else self._file.tensor(name)
+    def tensor(self, name: str, begin: int = 0, end: int | None = None) -> Any:
+        if self._file.header(name)[1] != STORED:
+            return self._file.tensor(name, begin, end)
+        widened = self._widened(name)
+        return widened if begin == 0 and end is None else widened[(slice(begin, end),)]
 
     def _widened(self, name: str) -> Widened:
         # The whole tensor even where a part is read: safetensors cannot slice FP8 with NumPy.
