@@ -35,7 +35,7 @@ class Votes(Ballot, Eviction):
         return self.votes(observed)[1]
 
 
-PRESETS = {"gvote": "gvote"}
+PRESETS = {"gvote": "gvote", "gvote-expected": "gvote(0.7, samples=inf, nucleus=expected)"}
 
 EXAMPLES = (
     Policy(eviction=Votes(0.5, samples=2, ahead=8), budget=Voted(0.5, samples=2, ahead=8)),
