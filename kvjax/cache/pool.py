@@ -183,7 +183,7 @@ def empty(
     return Pages(
         k=made["k"],
         v=made["v"],
-        scales=tree.unflatten([made[name] for name in of_scales]),
+        scales=jax.tree.unflatten(tree, [made[name] for name in of_scales]),
         pos=put(np.full(slot, EMPTY, np.int32)),
         meta={name: made[name] for name in meta},
         summary={name: made[f"page {name}"] for name in summary},

@@ -42,8 +42,8 @@ class Grouped(NamedTuple):
       v: of each slot, for J groups of channels.
     """
 
-    k: Float[Array, "P g 2 H"]
-    v: Float[Array, "P S 2 J"]
+    k: Any  # [P, g, 2, H]
+    v: Any  # [P, S, 2, J]
 
 
 def packed(codes: Int[Array, "... H"], bits: int) -> Int[Array, "... X"]:
@@ -133,7 +133,8 @@ def hadamard(h: int) -> np.ndarray:
     Sylvester's matrix where H is a power of two; else several of them, of the largest power of two that
     divides H, along the diagonal.
     """
-    size, matrix = h & -h, np.ones((1, 1))
+    size = h & -h
+    matrix: np.ndarray = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.kron(matrix, [[1, 1], [1, -1]])
     return np.kron(np.eye(h // size), matrix / size**0.5).astype(np.float32)
