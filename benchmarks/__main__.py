@@ -39,6 +39,7 @@ def _run(words: Sequence[str]) -> int:
         "compile": _compile,
         "host": _host,
         "load": _load,
+        "parity": _parity,
         "peers": _peers,
         "plot": _plot,
         "serve": _serve,
@@ -96,6 +97,28 @@ def _serve(options: arguments.Serve, words: Sequence[str]) -> None:
     if options.out:
         run |= {"seconds": round(time.monotonic() - begun), "rows": rows}
         print(results.save(options.out, "serve", run))
+
+
+def _parity(options: arguments.Parity, words: Sequence[str]) -> None:
+    import numpy as np
+
+    from benchmarks import parity
+
+    with tempfile.TemporaryDirectory() as home:
+        subjects = [parity.subject(name, Path(home)) for name in (*parity.FAMILIES, "embedded")]
+        answers = parity.ask(options.peers, subjects, Path(home))
+        rows = []
+        for row in parity.rows(subjects, answers):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+        recorded = parity.record(answers)
+    options.out.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (options.out / "parity.jsonl").write_text(lines, encoding="utf-8")
+    np.savez_compressed(options.out / "kvpress.npz", **recorded)
+    page = parity.page(rows, results.written_command(words))
+    (options.out / "README.md").write_text(page, encoding="utf-8")
+    print(options.out / "README.md")
 
 
 def _peers(options: arguments.Peers, words: Sequence[str]) -> None:

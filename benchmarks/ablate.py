@@ -45,7 +45,7 @@ class Ladder:
         dtype = self.model.params["embed"].dtype
         weights = untrained(self.model, chosen, seed)
         state = filled(network, chosen, weights, context - new, context, dtype, seed, new)
-        cut = functools.partial(Cut, network.spec, chosen)
+        cut = functools.partial(Cut, network.spec, network.mesh, chosen)
         networks: dict[str, Network] = {"weights": cut("weights"), "ring": cut("ring")}
         if state.layers[0].pages is not None:
             networks["read"] = cut("read")

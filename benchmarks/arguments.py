@@ -136,6 +136,14 @@ class Plot:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Parity:
+    """Compare the tokens that evictions keep with those that kvpress keeps."""
+
+    peers: Path = option(None, "environment made by `peers --make`", "DIR", required=True)
+    out: Path = option(Path("results/parity"), "folder of the results")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Peers:
     """Make the environment with transformers and kvpress."""
 
@@ -152,6 +160,7 @@ COMMANDS: dict[str, type] = {
     "profile": Profile,
     "serve": Serve,
     "plot": Plot,
+    "parity": Parity,
     "peers": Peers,
 }
 

@@ -74,9 +74,12 @@ def open_sides(
                 side.reason = "presses compress a prompt, and only the full cache is filled"
             else:
                 side.child = stack.enter_context(settings.open(config))
-                mesh = {"mesh": settings.mesh} if config.system == "kvjax" and settings.mesh else {}
-                loaded = side.ask("load", folder=str(folder), dtype=dtype, **mesh)
-                side.row |= mesh
+                how = {"mesh": settings.mesh if config.system == "kvjax" else None}
+                how |= {"weight_dtype": config.weight_dtype}
+                how = {name: value for name, value in how.items() if value is not None}
+                before = side.ask("memory", forget=False)
+                loaded = side.ask("load", folder=str(folder), dtype=dtype, **how)
+                side.row |= how | {"rss_before": before.get("rss", 0)}
                 side.row |= {"versions": loaded.get("versions"), "rss_loaded": loaded.get("rss")}
             sides.append(side)
         yield sides
@@ -148,13 +151,14 @@ def _in_turns(settings: Comparison, sides: list[Side], batch: int, advance: Adva
         for side, answers in zip(sides, pieces):
             answers.append(side.ask("decode"))
             advance(settings.writing(batch, side.row["prompt"]))
-    ended = [side.ask("bytes") for side in sides]
+    ended = [side.ask("bytes") | side.ask("memory", forget=False) for side in sides]
     return [_row(side, batch, *facts) for side, facts in zip(sides, zip(started, pieces, ended))]
 
 
 def _row(side: Side, batch: int, start: Row, pieces: list[Row], end: Row) -> Row:
     row = side.row | {"batch": batch}
     row.pop("rss_loaded", None)
+    before = row.pop("rss_before", 0)
     if not end:
         return row | {"skipped": side.reason}
     # A piece in which something was compiled says nothing about speed.
@@ -176,4 +180,5 @@ def _row(side: Side, batch: int, start: Row, pieces: list[Row], end: Row) -> Row
         "live_bytes_end": end["live"],
         "allocated_bytes_end": end["allocated"],
         "temporary_bytes": end.get("temporary"),
+        "resident_bytes": end["rss"] - before if "rss" in end else None,
     }

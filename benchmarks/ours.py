@@ -2,7 +2,7 @@
 
 Parts that learn have untrained weights (``Part.untrained``); write gates admit a quarter of the prompt.
 
-load      reads a model folder in a dtype
+load      reads a model folder in a dtype, its weights quantised or not
 prefill   reads random prompts under a policy; seconds, how many of them were compiling (``kvjax.timing``);
           ``attention=False`` leaves attention and cache out
 fill      a state as after such a prompt, of random keys and values, without reading it
@@ -46,9 +46,9 @@ class Worker:
     pieces: Iterator[tuple[np.ndarray, KVState]] | None = None
     new = every = 0
 
-    def load(self, folder: str, dtype: str, mesh: str | None = None) -> Row:
+    def load(self, folder: str, dtype: str, mesh: str | None = None, weight_dtype: str | None = None) -> Row:
         begun = time.perf_counter()
-        self.model = load(folder, dtype=dtype, mesh=mesh)
+        self.model = load(folder, dtype=dtype, mesh=mesh, weight_dtype=weight_dtype)
         jax.block_until_ready(self.model.params)
         seconds = {"seconds": time.perf_counter() - begun}
         return self.memory(forget=True) | seconds | {"versions": {"jax": jax.__version__}}

@@ -81,6 +81,7 @@ def _call(settings: Comparison, side: Side, batch: int, **more: bool) -> Row:
 def _row(side: Side, batch: int, first: Row, calls: list[Row], end: Row) -> Row:
     row = side.row | {"batch": batch}
     base = row.pop("rss_loaded", None)
+    row.pop("rss_before", None)
     if side.reason:
         return row | {"skipped": side.reason}
     seconds = [call["seconds"] for call in calls] or [first["seconds"] - first["compile_seconds"]]

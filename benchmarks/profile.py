@@ -64,12 +64,12 @@ def cells(settings: Comparison, have: Collection[Cell] = ()) -> list[Cell]:
 def shipped() -> list[str]:
     """Every preset, and for each discovered part that no preset uses the first example that shows it."""
     specs = list(catalogue.PRESETS)
-    shown = {type(part) for spec in specs for part in catalogue.policy(spec).parts}
+    shown = {type(part) for spec in specs for part in catalogue.policy(spec).chain}
     for method in catalogue.methods():
         for example in method.examples:
-            if not shown.issuperset(map(type, example.parts)):
+            if not shown.issuperset(map(type, example.chain)):
                 specs.append(repr(example))
-                shown.update(map(type, example.parts))
+                shown.update(map(type, example.chain))
     return specs
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from benchmarks.random_model import PUBLISHED
 from benchmarks.results import Row
-from benchmarks.sides import FULL, PER_HEAD, UNIFORM
+from benchmarks.sides import FULL, PER_HEAD, QUANTISED, UNIFORM
 
 OURS_FULL, OURS_UNIFORM, OURS_PER_HEAD = ("kvjax", FULL), ("kvjax", UNIFORM), ("kvjax", PER_HEAD)
 QUARTER = ("kvjax", "quarter")
+INT8, INT4 = (("kvjax", QUANTISED[name].name) for name in ("int8", "int4"))
 SHARE = (OURS_PER_HEAD, OURS_FULL)
 TRANSFORMERS, SNAPKV, ADAKV = ("transformers", "full"), ("kvpress", "snapkv 75 %"), ("kvpress", "adakv 75 %")
 
@@ -49,6 +50,12 @@ DECODE = (
     Question("live bytes over full, after the prompt", "live_bytes", *SHARE, 0.28, True),
     Question("allocated bytes over full, after the prompt", "allocated_bytes", *SHARE, 0.32, True),
     Question("allocated bytes over full, while decoding", "allocated_bytes_end", *SHARE, 0.32, True),
+    Question("int8 weights, speed over our full cache", "tokens_per_s", INT8, OURS_FULL, 0.9),
+    Question(
+        "int8 weights, resident memory over our full cache", "resident_bytes", INT8, OURS_FULL, 0.6, True
+    ),
+    Question("int4 weights, speed over our full cache", "tokens_per_s", INT4, OURS_FULL),
+    Question("int4 weights, resident memory over our full cache", "resident_bytes", INT4, OURS_FULL),
 )
 PREFILL = (
     Question("full cache, time to first token over transformers", "ttft_s", OURS_FULL, TRANSFORMERS),

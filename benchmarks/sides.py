@@ -16,6 +16,7 @@ from kvjax.cli import InputError, option, shared, whole
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import ONE, Mesh, sizes_of
 from kvjax.sharding.specs import AXES
+from kvjax.types import WEIGHT_DTYPES
 
 FULL, UNIFORM, PER_HEAD = "full", "snapkv + uniform(0.25)", "snapkv + ada(0.25)"
 OURS = (FULL, UNIFORM, PER_HEAD)
@@ -32,16 +33,22 @@ class Config:
       name: a policy of ours in the one-string form, "quarter", or the peer's own name.
       spec: the policy or press that its process uses.
       share: of the context's prompt that this prompt has.
+      weight_dtype: what our weights are quantised to, or None.
     """
 
     system: str
     name: str
     spec: str
     share: float = 1.0
+    weight_dtype: str | None = None
 
 
 QUARTER = Config("kvjax", "quarter", FULL, 0.25)
 """Our dense cache of the tokens that a policy which drops 75 % keeps."""
+
+QUANTISED = {
+    name: Config("kvjax", f"full, {name} weights", FULL, weight_dtype=name) for name in WEIGHT_DTYPES
+}
 
 PEERS = (
     Config("transformers", "full", "full"),
@@ -64,6 +71,9 @@ class Comparison:
     batches: tuple[int, ...] = option((1, 8), "rows", flag="--batch")
     dtypes: tuple[str, ...] = option(DTYPES, "of weights and cache", choices=DTYPES, flag="--dtype")
     policies: tuple[str, ...] = option(OURS, "ours, in the one-string form", "SPEC", flag="--policy")
+    weight_dtypes: tuple[str, ...] = option(
+        (), "our full cache again, its weights quantised", choices=WEIGHT_DTYPES, flag="--weight-dtype"
+    )
     tokens: int = option(16, "of a row in one timed piece")
     rounds: int = option(5, "timed pieces (prefill: calls) of each side, in turns")
     mesh: str | None = shared("--mesh", help="virtual devices for our side (default: one)")
@@ -120,6 +130,7 @@ class Comparison:
     def configs(self, quarter: bool) -> list[Config]:
         """Lines of the table, peers last."""
         ours = [Config("kvjax", name, name) for name in self.policies]
+        ours += [QUANTISED[name] for name in self.weight_dtypes]
         if self.policies == (FULL,):  # the other lines are what policies that drop are compared with
             return [*ours, PEERS[0]]
         return [*ours, *([QUARTER] if quarter else []), *PEERS]

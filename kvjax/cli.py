@@ -30,7 +30,7 @@ from typing import Any, NoReturn, TypeVar
 
 from kvjax.errors import UserError
 from kvjax.programs import Folder
-from kvjax.types import DTYPES
+from kvjax.types import DTYPES, WEIGHT_DTYPES
 
 PROGRAMS = 2**30
 """Most bytes of compiled programs that commands keep, unless ``KVJAX_CACHE_SIZE`` says otherwise."""
@@ -51,6 +51,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--dtype": {
         "choices": DTYPES,
         "help": "of weights and cache (default: as stored; the package's model float32)",
+    },
+    "--weight-dtype": {
+        "choices": WEIGHT_DTYPES,
+        "help": "quantise weights to it while they are read; embedding and head keep 8 bits (default: no)",
     },
     "--out": {"metavar": "DIR", "type": Path, "help": "folder of results"},
     "--json": {"action": "store_true", "help": "as JSON lines"},

@@ -207,7 +207,11 @@ def _run_layer(
         s = s if heads.softcap is None else heads.softcap * jnp.tanh(s / heads.softcap)
         age = positions[:, :, None] - jnp.arange(TOKENS)
         visible = (age >= 0) if window is None else (age >= 0) & (age < window)
-        p = jax.nn.softmax(jnp.where(visible[:, None, None], s, -jnp.inf), axis=-1).astype(v.dtype)
+        s = jnp.where(visible[:, None, None], s, -jnp.inf)
+        if heads.sinks is not None:
+            sinks = heads.sinks.astype(jnp.float32).reshape(k.shape[2], -1, 1, 1)
+            s = jnp.concatenate([s, jnp.broadcast_to(sinks, (*s.shape[:-1], 1))], axis=-1)
+        p = jax.nn.softmax(s, axis=-1)[..., :TOKENS].astype(v.dtype)
         return jnp.einsum("bkgts,bskh->btkgh", p, v).reshape(b, t, n, h), ((k, v), _wrong(heads, positions))
 
     return network.layer(block, index, x, positions, attend, (held, {}))

@@ -7,6 +7,7 @@ import functools
 import importlib.resources
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -15,10 +16,10 @@ import numpy as np
 
 from kvjax.sharding import mesh as meshes
 from kvjax.sharding.consistency import check_consistent
-from kvjax.sharding.head_order import Order, permuted, read_order
-from kvjax.sharding.mesh import Mesh
+from kvjax.sharding.head_order import Order, in_order, permuted, read_order
+from kvjax.sharding.mesh import Mesh, mesh_of
 from kvjax.types import DTYPES, Params
-from kvjax.weights import fingerprint
+from kvjax.weights import fingerprint, sampled_signs
 
 if TYPE_CHECKING:
     from kvjax.models.decoder import Decoder
@@ -43,6 +44,8 @@ class LanguageModel:
       origin: its fingerprint before that, or None.
       tokenizer: what ``load`` was given for a Flax module, or None.
       copied: bytes of ``params`` that are copies of a Flax module's arrays; the others are shared with it.
+      weight_dtype: what its weights were quantised to, or None.
+      signs: of the file's values of quantised weights, for ``fingerprint``, by the weight's path.
     """
 
     name: str
@@ -53,13 +56,15 @@ class LanguageModel:
     origin: str | None = None
     tokenizer: Text | None = None
     copied: int = 0
+    weight_dtype: str | None = None
+    signs: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def network(self) -> Decoder:
         """The mathematics without the weights."""
         from kvjax.models.decoder import Decoder
 
-        return Decoder(self.spec)
+        return Decoder(self.spec).on(mesh_of(self.params))
 
     @functools.cached_property
     def text(self) -> Text:
@@ -132,6 +137,7 @@ def load(
     tokenizer: str | Path | Text | None = None,
     mesh: Mesh | str | None = None,
     heads: Order | None = None,
+    weight_dtype: str | None = None,
 ) -> LanguageModel: ...
 
 
@@ -143,6 +149,7 @@ def load(
     tokenizer: str | Path | Text | None = None,
     mesh: Mesh | str | None = None,
     heads: Order | None = None,
+    weight_dtype: str | None = None,
 ) -> Any: ...
 
 
@@ -153,6 +160,7 @@ def load(
     tokenizer: str | Path | Text | None = None,
     mesh: Mesh | str | None = None,
     heads: Order | None = None,
+    weight_dtype: str | None = None,
 ) -> Any:
     """Reads a model.
 
@@ -170,6 +178,8 @@ def load(
       heads: [L, K], an order of each layer's KV heads, for a mesh whose devices would otherwise hold unequal
         shares (``kvjax.metrics.balanced``). The model computes the same; learned weights are reordered with
         it.
+      weight_dtype: "int8" or "int4" to quantise matrices to while they are read, so that less memory holds
+        the model; embedding and head have 8 bits in both, activations and cache stay ``dtype``.
 
     Returns:
       A ``LanguageModel``; of a module of your own an ``OwnModel``.
@@ -177,13 +187,19 @@ def load(
     Raises:
       MeshError: a mesh that needs other devices, or does not divide the model's heads.
       ModelError: no such folder, file, package or hub model, or files that are damaged or of another kind; a
-        Flax module that is neither.
+        Flax module that is neither; ``weight_dtype`` beside a checkpoint that is quantised, or a module.
       ValueError: an order that does not have every KV head once in each layer.
     """
     from kvjax.models import hf
 
     target = meshes.mesh(mesh)
+    signs = _Signs()
     if source is not None and not isinstance(source, str | Path):
+        if weight_dtype is not None:
+            raise hf.ModelError(
+                f"load({type(source).__name__}(...), weight_dtype={weight_dtype!r}) would copy a module's "
+                "arrays, which are shared. Save the model in Hugging Face's format and load that folder."
+            )
         module = _load_module(source, dtype, tokenizer, target)
         if heads is None:
             return module
@@ -200,18 +216,58 @@ def load(
                 "out; it is for Flax modules."
             )
         if source is None:
-            hf_model = hf.load(embedded_folder(), dtype=dtype or "float32", mesh=target)
+            source, name, dtype = embedded_folder(), EMBEDDED, dtype or "float32"
         else:
-            hf_model = hf.load(source, dtype=dtype, mesh=target)
-        name = EMBEDDED if source is None else str(source)
-        model = LanguageModel(name=name, spec=hf_model.spec, params=hf_model.params, folder=hf_model.folder)
+            name = str(source)
+        if weight_dtype is not None and heads is not None:
+            signs.order = _order(heads, hf.read_spec(source)[0])
+        read = hf.load(source, dtype=dtype, mesh=target, weight_dtype=weight_dtype, on_values=signs.take)
+        model = LanguageModel(
+            name=name,
+            spec=read.spec,
+            params=read.params,
+            folder=read.folder,
+            weight_dtype=weight_dtype,
+            signs=signs.read,
+        )
     if heads is None:
         return model
-    network = model.network
-    order = read_order("load(heads=...)", heads, network.num_layers, network.num_kv_heads)
+    order = _order(heads, model.spec)
     check_consistent("load", target, {"the order of KV heads": order})
-    reordered = permuted(network.letters, model.params, order)
-    return dataclasses.replace(model, params=reordered, heads=order, origin=fingerprint(model))
+    reordered = permuted(model.network.letters, model.params, order)
+    origin = fingerprint(model)
+    return dataclasses.replace(model, params=reordered, heads=order, origin=origin, signs=signs.reordered)
+
+
+def _order(heads: Order, spec: ModelSpec) -> np.ndarray:
+    return read_order("load(heads=...)", heads, spec.num_layers, spec.num_kv_heads)
+
+
+class _Signs:
+    """Signs of the values of weights that are about to be quantised, for the fingerprint.
+
+    Attributes:
+      order: of the KV heads, if they are reordered; or None.
+      read: by the weight's path, as the file has them.
+      reordered: the same of weights in that order.
+    """
+
+    def __init__(self) -> None:
+        self.order: np.ndarray | None = None
+        self.read: dict[str, np.ndarray] = {}
+        self.reordered: dict[str, np.ndarray] = {}
+
+    def take(self, path: tuple[str | int, ...], values: np.ndarray) -> None:
+        from kvjax.models.decoder import LETTERS
+        from kvjax.models.layout import INPUTS_FIRST
+
+        key, name = "".join(f"[{part!r}]" for part in path), str(path[-1])
+        axes = INPUTS_FIRST.get(name, range(values.ndim))
+        self.read[key] = self.reordered[key] = sampled_signs(values, axes)
+        axis = next((at for at, letter in enumerate(LETTERS[name]) if letter in "KN"), None)
+        if self.order is not None and axis is not None:
+            of_layer = self.order[int(path[1])]
+            self.reordered[key] = sampled_signs(in_order(values, of_layer, axis), axes)
 
 
 def _load_module(

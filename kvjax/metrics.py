@@ -97,6 +97,7 @@ def nbytes(state: KVState) -> Bytes:
     live = np.zeros((len(state.layers), heads, len(STORES)))
     for index, (layer, lengths) in enumerate(zip(state.layers, held)):
         live[index, :, 0] = np.minimum(length, layer.ring.window).sum() * ring_slot(layer.ring)
+        live[index, :, 0] += size(layer.ring.queries) / heads
         for at, (pages, (slots, owned)) in enumerate(zip(layer.pools, lengths)):
             slot, page = page_costs(pages)
             live[index, :, 1 + at] = slots.sum(axis=0) * slot + owned.sum(axis=0) * page
@@ -137,8 +138,8 @@ def by_row(state: KVState) -> tuple[np.ndarray, np.ndarray]:
     live, own = np.zeros((2, state.rows))
     for layer, lengths in zip(state.layers, held):
         heads = layer.ring.k.shape[1]
-        alone = size(layer.summary) / state.rows
-        live += np.minimum(length, layer.ring.window) * heads * ring_slot(layer.ring) + alone
+        alone, asked = size(layer.summary) / state.rows, size(layer.ring.queries) / state.rows
+        live += np.minimum(length, layer.ring.window) * heads * ring_slot(layer.ring) + alone + asked
         own += size(layer.ring) / state.rows + alone
         for pages, (slots, owned) in zip(layer.pools, lengths):
             slot, page = page_costs(pages)

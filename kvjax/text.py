@@ -12,6 +12,7 @@ ids = text.chat([{"role": "user", "content": "Name three large cities."}])  # in
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -215,6 +216,15 @@ class Text:
             continue_final_message=continue_final_message,
             variables=self._special_tokens | variables,
         )
+
+    @functools.cached_property
+    def answer_begin(self) -> str:
+        """What the chat template writes between a user's message and the model's answer; else a newline."""
+        if self.template is None:
+            return "\n"
+        mark = "kvjax-message"
+        asked = [{"role": "user", "content": mark}]
+        return self.render(asked, enable_thinking=False).rpartition(mark)[2]
 
     def _check(self, messages: list[dict[str, Any]]) -> None:
         """Templates take more than text, as lists of parts, and calls of tools in its place."""

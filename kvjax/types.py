@@ -7,6 +7,7 @@ The letters mean the same everywhere in the code:
   N query heads            K KV heads          G = N / K query heads a KV head
   H head dim               D model width       F feed-forward width
   V vocabulary             W ring slots        R page lists of a KV head
+  E experts of a layer
 
 Annotations such as ``Float[Array, "B T K H"]`` are read by people and by the type checker;
 nothing checks them at run time, so importing this module costs nothing beyond jax.
@@ -28,6 +29,9 @@ EMPTY = -1
 
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that weights may be stored in and cast to."""
+
+WEIGHT_DTYPES = ("int8", "int4")
+"""What weights may be quantised to at loading."""
 
 Params = dict[str, Any]
 """A pytree of arrays: learned weights of a model or of a policy part."""
@@ -57,6 +61,10 @@ class Heads:
         positions turn nothing. Static.
       project: makes queries (``q_pre``) of any hidden states, by the layer's own weights; None where the
         model has no such map.
+      wo: the layer's output projection, the last weights that a head's value goes through before it is added
+        to the others'; None where the model shows none.
+      sinks: a logit of each query head that is one more term of its softmax's sum, with no value behind it;
+        or None.
     """
 
     q: Float[Array, "B T N H"]
@@ -68,6 +76,8 @@ class Heads:
     softcap: float | None = None
     rotate: Rotate | None = None
     project: Project | None = None
+    wo: Float[Array, "D N H"] | None = None
+    sinks: Float[Array, " N"] | None = None
 
 
 AttendFn = Callable[[int, Heads, C], "tuple[Array, C]"]

@@ -7,9 +7,9 @@ The library and its tests never need torch; this script does, in an environment 
     gold/bin/python tests/make_golden.py gemma2 gpt2     # these alone
     gold/bin/python tests/make_golden.py embedded  # after every change of kvjax/assets
 
-Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0 (qwen2_yarn, smollm3, granite and gpt2_odd:
-5.2.0), safetensors 0.8.0. Each NAME/ is a tiny random model as ``save_pretrained`` writes it, each NAME.npz
-holds:
+Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0 (qwen2_yarn, smollm3, granite, gpt2_odd, the
+mixtures of experts and gpt_oss: 5.2.0), safetensors 0.8.0. Each NAME/ is a tiny random model as
+``save_pretrained`` writes it (gpt_oss_mxfp4's experts are packed afterwards), each NAME.npz holds:
 
   tokens [2, 48]     positions [2, 48]: row 0 counts up, row 1 jumps far ahead half-way
   logits [2, 48, V]  float32, from the stored weights computed in float32
@@ -32,26 +32,32 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils import logging
 
 if TYPE_CHECKING:
@@ -108,6 +114,10 @@ def later_families() -> dict[str, PreTrainedConfig]:
     sizes = {**SIZES, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     gemma = {**sizes, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}
     original = {"original_max_position_embeddings": 64}
+    gpt_oss = {
+        **{**sizes, "intermediate_size": 32},
+        **{"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    }
     local, far = {"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "linear", "factor": 8.0}
     both = {"sliding_attention": local, "full_attention": {**far, "rope_theta": 1e6}}
     types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -135,6 +145,29 @@ def later_families() -> dict[str, PreTrainedConfig]:
             residual_multiplier=0.4,
             logits_scaling=0.25,
         ),
+        "qwen3_moe": Qwen3MoeConfig(
+            **{**sizes, "num_hidden_layers": 3},
+            head_dim=16,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            mlp_only_layers=[1],
+            rope_parameters=PLAIN,
+        ),
+        "qwen3_moe_bf16_sharded": Qwen3MoeConfig(
+            **sizes,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=3,
+            moe_intermediate_size=16,
+            norm_topk_prob=True,
+            rope_parameters=PLAIN,
+        ),
+        "mixtral": MixtralConfig(
+            **{**sizes, "intermediate_size": 24}, num_local_experts=4, num_experts_per_tok=2, sliding_window=6
+        ),
+        "gpt_oss": GptOssConfig(**gpt_oss, rope_parameters={**YARN, "rope_theta": 1.5e4}),
+        "gpt_oss_mxfp4": GptOssConfig(**gpt_oss, rope_parameters={**YARN, "rope_theta": 1.5e4}),
         "gpt2": GPT2Config(
             vocab_size=96,
             n_embd=32,
@@ -189,8 +222,8 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             fresh = 0.3 * fresh + 4 * (name == "model.norm.weight")  # what is stored is the scale minus one
         elif ("norm" in name or "ln_" in name) and name.endswith("weight"):
             fresh = (1 + 0.3 * fresh) * (3 if "ln_f" in name else 1)
-        elif name.endswith("bias"):
-            fresh = 0.5 * fresh
+        elif name.endswith(("bias", "sinks")):
+            fresh = (1.5 if name.endswith("sinks") else 0.5) * fresh
         elif "embed" in name and model.config.model_type.startswith("gemma"):
             fresh = (
                 0.2 * fresh * weight.shape[-1] ** -0.5
@@ -199,11 +232,51 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             fresh = (0.3 if "wte" in name else 1.0) * fresh * weight.shape[-1] ** -0.5
         elif "c_" in name:  # [in, out]
             fresh = fresh * (1.6 if "c_attn" in name else 1.0) * weight.shape[0] ** -0.5
+        elif model.config.model_type == "gpt_oss" and name.endswith("experts.gate_up_proj"):  # [E, in, out]
+            fresh = 4 * fresh * weight.shape[1] ** -0.5  # large enough to be clipped
+        elif model.config.model_type == "gpt_oss" and name.endswith("experts.down_proj"):
+            fresh = 0.1 * fresh * weight.shape[1] ** -0.5
+        elif "mlp.gate.weight" in name or "router.weight" in name:
+            fresh = 2 * fresh * weight.shape[-1] ** -0.5
         elif "qkv_proj" in name or "q_proj" in name or "k_proj" in name:
             fresh = fresh * 1.6 * weight.shape[-1] ** -0.5
         else:
             fresh = fresh * weight.shape[-1] ** -0.5
         weight.data.copy_(fresh)
+
+
+def pack(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """Experts drawn as MXFP4, blocks and scales by name; the model gets what transformers makes of them."""
+    rng, stored = np.random.default_rng(seed), {}
+    for name, weight in model.named_parameters():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        experts, inputs, outputs = weight.shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
+        exponent = 124 if "gate_up" in name else 120
+        scales = rng.integers(exponent, exponent + 3, blocks.shape[:3], dtype=np.uint8)
+        stored |= {f"{name}_blocks": torch.from_numpy(blocks), f"{name}_scales": torch.from_numpy(scales)}
+        made = convert_moe_packed_tensors(
+            stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32
+        )
+        weight.data.copy_(made)
+    return stored
+
+
+def save_packed(folder: Path, stored: dict[str, torch.Tensor]) -> None:
+    """The experts of a saved folder as MXFP4, in two files."""
+    plain = load_file(folder / "model.safetensors")
+    kept = {name: x for name, x in plain.items() if f"{name}_blocks" not in stored}
+    (folder / "model.safetensors").unlink()
+    files = {"model-00001-of-00002.safetensors": kept, "model-00002-of-00002.safetensors": stored}
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 @torch.no_grad()
@@ -266,6 +339,7 @@ def make(name: str, config: PreTrainedConfig) -> None:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         randomise(model, seed)
         model.config.dtype = dtype
+        stored = pack(model, seed) if "mxfp4" in name else {}
         shards = {"max_shard_size": "24KB"} if "sharded" in name else {}
         model.to(dtype).save_pretrained(GOLDEN / name, **shards)
         # Read anew: .to(bfloat16) has rounded the rope's frequencies too, which opening the file does not.
@@ -284,6 +358,8 @@ def make(name: str, config: PreTrainedConfig) -> None:
         sys.exit(f"{name}: every seed makes a close call or a dull text. Change its weights in randomise().")
     out = logits(model, tokens, positions)
     rows["logits_bf16"] = logits(opened(GOLDEN / name, torch.bfloat16), tokens, positions).float().numpy()
+    if stored:
+        save_packed(GOLDEN / name, stored)
     np.savez_compressed(
         GOLDEN / f"{name}.npz",
         tokens=tokens.numpy().astype(np.int32),

@@ -37,7 +37,7 @@ from kvjax.cache.state import KVState, reshard  # noqa: E402
 from kvjax.eval.measure import counted, forced  # noqa: E402
 from kvjax.models import decoder  # noqa: E402
 from kvjax.models.layout import drawn  # noqa: E402
-from kvjax.models.spec import ModelSpec, Rope  # noqa: E402
+from kvjax.models.spec import Experts, ModelSpec, Rope  # noqa: E402
 from kvjax.sharding.mesh import ONE, Mesh  # noqa: E402
 from kvjax.weights import fingerprint  # noqa: E402
 
@@ -48,6 +48,7 @@ COMBINED = (
     "conf_kv(alpha=0.8, gamma=0.9, recent=4) + confidence(18, 26, threshold=0.5) + int8(8)",
     "snapkv(6) + ada(20)",
     "expected_attention(16, sinks=2) + ada(20)",
+    "snapkv(6) + ada(20, when=every(4))",
     "h2o(recent=4) + pyramid(20) + int4(4)",
     "random + uniform('24KiB', every_step)",
     "duo(0.5, window=12) + sinks(2)",
@@ -66,6 +67,10 @@ def policies() -> list[Policy]:
     return list(dict.fromkeys([*shown, *map(kvjax.policy, COMBINED)]))
 
 
+WITH_EXPERTS: dict[str, Any] = {}
+"""Fields of the models' specs; ``--experts`` sets them."""
+
+
 @functools.cache
 def model(kv_heads: int = 8) -> tiny.Tiny:
     """Two layers of 16 query heads of 4; all tokens of a prompt are distinct, so few scores tie."""
@@ -81,12 +86,15 @@ def model(kv_heads: int = 8) -> tiny.Tiny:
         max_positions=256,
         rope=Rope(theta=100.0),
         tied=False,
+        **WITH_EXPERTS,
     )
     draw = np.random.default_rng(3)
 
     def one(name: str, shape: tuple[int, ...]) -> Any:
         if name.endswith("norm"):
             return jax.device_put(np.ones(shape, np.float32))
+        if name.startswith(("experts_", "router")):
+            return jax.device_put((shape[-1] ** -0.5 * draw.standard_normal(shape)).astype(np.float32))
         width = {"wo": shape[0] * shape[1], "embed": 1}.get(name, shape[0]) if len(shape) > 1 else 1
         values = (1.5 * width**-0.5 * draw.standard_normal(shape)).astype(np.float32)
         if name in ("wq", "wo"):
@@ -250,7 +258,10 @@ def main() -> None:
     parser.add_argument("--moved", action="store_true", help="what a step brings from device to device")
     parser.add_argument("--saved", action="store_true", help="save on the first mesh, open on each")
     parser.add_argument("--measured", action="store_true", help="what evaluations look at")
+    parser.add_argument("--experts", action="store_true", help="a model with experts and attention sinks")
     arguments = parser.parse_args()
+    if arguments.experts:
+        WITH_EXPERTS.update(experts=Experts(count=8, chosen=2, width=24), sinks=True)
     for policy in arguments.only or policies():
         if arguments.saved:
             folder = Path(tempfile.gettempdir()) / f"kvjax-{os.getppid()}"  # of both processes

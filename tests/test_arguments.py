@@ -20,6 +20,8 @@ from kvjax.algebra import (
     Argument,
     Every,
     Eviction,
+    Held,
+    KeepRecent,
     Number,
     Policy,
     PolicyError,
@@ -32,6 +34,8 @@ from kvjax.budgets.uniform import Uniform
 from kvjax.cache import pool
 from kvjax.decode import RequestError, _prefill
 from kvjax.policies import magicpig
+from kvjax.policies.knorm import KNorm
+from kvjax.policies.kvzip import Instruction
 from kvjax.policies.topk import FINEST, Retrieved
 
 PARTS = sorted(catalogue.parts().values(), key=lambda kind: kind.name)
@@ -75,6 +79,8 @@ def bounds(argument: Argument) -> tuple[list[Any], list[Any]]:
         Time: ([Every(1), Every(MOST)], ["every", every_more]),
         Retrieved: ([1, MOST, 1 / FINEST, 1.0], [0, MOST + 1, 0.5 / FINEST, 1.0000001]),
         Whose: (["last", "expected"], ["first", 1]),
+        Instruction: (["a", "a" * 200, (0,), (7,) * 200], ["", "a" * 201, (), (-1,), (True,), [5], 5]),
+        Held: ([KNorm()], [KeepRecent(), 1]),
     }[type(argument)]
 
 
@@ -116,6 +122,7 @@ POSITIONS = {
     ("expected_attention", "ahead"),
     ("gvote", "ahead"),
     ("gvote", "queries"),
+    ("kvzip", "size"),
     ("lagkv", "lag"),
     ("scissorhands", "window"),
     ("snapkv", "kernel"),

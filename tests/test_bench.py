@@ -343,12 +343,12 @@ def test_every_shipped_policy_is_profiled_at_every_context():
 def test_a_part_that_no_preset_uses_is_profiled_too(monkeypatch):
     """Discovery decides: a method's own file is enough."""
     shown = profile.shipped()
-    kinds = {type(part) for spec in shown for part in catalogue.policy(spec).parts}
+    kinds = {type(part) for spec in shown for part in catalogue.policy(spec).chain}
     assert kinds >= set(catalogue.parts().values())
     assert len(shown) == len(set(shown))
     assert set(catalogue.PRESETS) <= set(shown)
     monkeypatch.setattr(catalogue, "PRESETS", {"full": "full"})
-    kinds = {type(part) for spec in profile.shipped() for part in catalogue.policy(spec).parts}
+    kinds = {type(part) for spec in profile.shipped() for part in catalogue.policy(spec).chain}
     assert kinds >= set(catalogue.parts().values())
 
 

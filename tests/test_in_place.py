@@ -19,6 +19,7 @@ SPECS = (
     "knorm + uniform(40, every_step) + recent(24)",
     pytest.param("conf_kv(recent=24) + confidence(40, loose=64)", marks=pytest.mark.slow),
     "conf_kv(recent=24) + int8(32) + confidence(40, loose=64)",
+    pytest.param("snapkv(24) + uniform(40, every(8))", marks=pytest.mark.slow),
     pytest.param("int8(24)", marks=pytest.mark.slow),  # codes and their scales are in the one above, too
     "kivi(2, recent=24, group=8)",
     pytest.param("fp8(24, hadamard=True)", marks=pytest.mark.slow),

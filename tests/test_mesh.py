@@ -63,14 +63,18 @@ def check(lines: list[dict]) -> None:
         assert min(one["held"]) > 0
 
 
-# Heads that share a layer's slots; the prompt is ranked whole, and steps are read from ring and pages.
-SHARED = "snapkv(6) + ada(20)"
+# Heads that share a layer's slots; the prompt is ranked whole, what is held again; steps read ring and pages.
+SHARED = "snapkv(6) + ada(20, when=every(4))"
 CONF = "conf_kv(0.8, gamma=0.9, recent=4) + confidence(18, loose=26, threshold=0.5) + int8(8)"
 GATES = "write_gate(0.5, window=12) + int8(8) + sinks(2)"
 
 
 def test_a_mesh_gives_what_one_device_gives():
     check(lived("data=2,tensor=4", "--only", SHARED))
+
+
+def test_experts_and_sinks_on_a_mesh():
+    check(lived("tensor=2,context=2", "--heads", "2", "--experts", "--only", SHARED))
 
 
 @pytest.mark.slow
@@ -236,6 +240,12 @@ def test_a_mesh_that_does_not_divide_is_refused_before_anything_runs(monkeypatch
     network = tiny.model().network
     with pytest.raises(MeshError, match=re.escape(said)):
         grid(**sizes).check("prefill", rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads)
+
+
+def test_experts_that_do_not_divide_are_refused():
+    said = "tensor=2 x context=2 does not divide the model's 6 experts. Take fewer devices along these axes"
+    with pytest.raises(MeshError, match=re.escape(said)):
+        kvjax.load(HERE / "golden" / "qwen3_moe", mesh=grid(tensor=2, context=2))
 
 
 def test_prefill_refuses_rows_that_do_not_divide():

@@ -76,11 +76,12 @@ def preferring(monkeypatch, impl: str) -> None:
     monkeypatch.setattr(dispatch, "record", lambda op, kind: known if op == "decode_step" else {})
 
 
-def stepper(info: layer.LayerInfo):
+def stepper(info: layer.LayerInfo, sinks: jax.Array | None = None):
     """A step as a program, (cache, token's heads, length, active) to (read, cache after)."""
 
     def step(cache, x, length, active):
-        _, (cache, read) = layer.step(info, heads(*x), cache, length, active)
+        x = dataclasses.replace(heads(*x), sinks=sinks)
+        _, (cache, read) = layer.step(info, x, cache, length, active)
         return read, cache
 
     return jax.jit(step)
@@ -142,6 +143,21 @@ def test_steps_in_one_kernel_are_the_steps(spec, impl, monkeypatch):
     assert step.mass is None
     entered = np.asarray(theirs.pages.length)[..., 0] - entered[..., 0]
     np.testing.assert_array_equal(entered, [[STEPS, 0], [1, 0], [0, 0]])
+
+
+def test_a_sink_is_merged_behind_the_kernel(monkeypatch):
+    info, sinks = site("write_gate(0.88, window=32)"), jnp.linspace(-1.0, 3.0, N)
+    inputs = drawn(0), jnp.asarray(LENGTHS), jnp.ones(B, bool)
+    wanted, _ = stepper(info, sinks)(made(info), *inputs)
+    without, _ = stepper(info)(made(info), *inputs)
+    assert np.abs(np.asarray(without.out - wanted.out, np.float32)).max() > 0.1
+    with monkeypatch.context() as patch, dispatch.interpreted(races=False):
+        preferring(patch, "triton")
+        ours = stepper(info, sinks)
+        assert "pallas_call" in str(jax.make_jaxpr(ours)(made(info), *inputs))
+        read, _ = ours(made(info), *inputs)
+    for a, b in ((read.out, wanted.out), (read.lse, wanted.lse)):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=0.02)
 
 
 @pytest.mark.parametrize("impl", ["mosaic_tpu", "triton"])

@@ -145,6 +145,15 @@ def test_a_real_state_is_as_large_as_planned(policy):
     assert _estimate.resident(planned).weights == sum(x.nbytes for x in jax.tree.leaves(one.params))
 
 
+def test_a_prompt_that_is_fed_twice_takes_a_full_cache_while_it_is_read():
+    read = Compiled(case=case("snapkv + uniform(0.25)"), program=program(), reading=True)
+    once, twice = (
+        _estimate.bytes_like(case(f"{word} + uniform(0.25)"), read).temporary for word in ("snapkv", "kvzip")
+    )
+    # Six rows, one KV head, 32 layers of keys and values of bfloat16 with a score; a piece of one layer.
+    assert twice - once == 6 * LONG * (32 * (2 * 128 * 2 + 4) + 2 * 128 * 2)
+
+
 def test_learned_weights_have_the_shapes_of_trained_ones():
     one = case("write_gate(0.1) + phi(64) + kvp + uniform(0.25)", share=0.25)
     learned = _shapes.weights(one)

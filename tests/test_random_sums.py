@@ -23,12 +23,16 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import catalogue, decode, layer, metrics
-from kvjax.algebra import PLACES, Argument, Every, Number, Policy, PolicyError, Switch, Whole
+from kvjax.algebra import PLACES, Argument, Every, Number, Policy, PolicyError, Switch, Whole, Wrapper
 from kvjax.budgets.amount import Size, Time
 from kvjax.cache.state import KVState
 from kvjax.decode import _by_layer
 
-KINDS = {place: [k for k in catalogue.parts().values() if k.place == place] for place in PLACES}
+WRAPPERS = [kind for kind in catalogue.parts().values() if issubclass(kind, Wrapper)]
+KINDS = {
+    place: [k for k in catalogue.parts().values() if k.place == place and k not in WRAPPERS]
+    for place in PLACES
+}
 LENGTHS, STEPS = (41, 17), 3
 TEXTS = [tiny.prompt(n + STEPS, seed) for seed, n in enumerate(LENGTHS)]
 
@@ -55,9 +59,8 @@ def values(argument: Argument) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def parts(draw, kind, often: bool) -> Any:
+def parts(draw, kind, often: bool, **arguments: Any) -> Any:
     """A part with some of its arguments, or all of them; None where its own check refuses them together."""
-    arguments = {}
     for name, argument in kind.arguments.items():
         if not values(argument).is_empty and (often or draw(st.booleans())):
             arguments[name] = draw(values(argument))
@@ -78,6 +81,9 @@ def sums(draw, often: bool = False) -> dict[str, Any]:
         if kinds and draw(st.sampled_from(odds)):
             part = draw(parts(draw(st.sampled_from(kinds)), often))
             fields |= {} if part is None else {place: part}
+    if "eviction" in fields and draw(st.sampled_from([False, False, True])):
+        part = draw(parts(draw(st.sampled_from(WRAPPERS)), often, of=fields["eviction"]))
+        fields |= {} if part is None else {"eviction": part}
     return fields | {"sinks": draw(st.integers(0, 4)), "recent": draw(st.sampled_from([0, 0, 3, 9]))}
 
 

@@ -35,6 +35,7 @@ SPECS = (
     "int8(8)",
     "quest(3, chunk=4, recent=8)",
     "conf_kv(recent=8) + int8(12) + confidence(20, loose=31)",
+    "snapkv(12) + uniform(20, every(4))",
     "kivi(2, recent=8, group=4)",
 )
 QUICK = SPECS[2:4]

@@ -17,7 +17,7 @@ from compiler import compiled_in_full, written
 import kvjax
 from kvjax import decode
 from kvjax.models import decoder
-from kvjax.models.spec import ModelSpec, Rope
+from kvjax.models.spec import Experts, ModelSpec, Rope
 
 LLAMA = ModelSpec(
     family="llama",
@@ -45,6 +45,18 @@ FAMILIES = {
         scaled_embedding=True,
         attn_softcap=50.0,
         final_softcap=30.0,
+    ),
+    "qwen_moe": dataclasses.replace(
+        LLAMA, family="qwen3_moe", qk_norm=True, experts=Experts(count=6, chosen=2, width=96, normed=False)
+    ),
+    "gpt_oss": dataclasses.replace(
+        LLAMA,
+        family="gpt_oss",
+        mlp="swiglu_clipped",
+        qkv_bias=True,
+        linear_bias=True,
+        sinks=True,
+        experts=Experts(count=6, chosen=2, width=176),
     ),
     "gpt2": dataclasses.replace(
         LLAMA,
@@ -86,6 +98,16 @@ def test_no_weight_is_written_out_in_float32(family, rows):
     arrays, smallest, _ = compiled(FAMILIES[family], rows)
     assert arrays
     assert not [line for dtype, size, line in arrays if dtype == "f32" and size >= smallest]
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_experts_are_read_one_at_a_time(rows):
+    """Nothing as large as two experts' matrices is written."""
+    spec = FAMILIES["gpt_oss"]
+    arrays, _, _ = compiled(spec, rows)
+    one = spec.experts.width * spec.model_dim
+    assert [line for _, size, line in arrays if size == one]
+    assert not [line for _, size, line in arrays if size >= 2 * one]
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])

@@ -217,6 +217,17 @@ def check_model(model: ModelSpec | Network, tensor: int) -> None:
             "gates for a model some of whose layers have no RoPE: training runs one program for all layers. "
             "Choose a model whose layers are all alike."
         )
+    spec = getattr(model, "spec", model)
+    if getattr(spec, "sinks", False):
+        raise ValueError(
+            "gates for a model with attention sinks: the gated attention of training has no term for them. "
+            "Choose a model without."
+        )
+    if getattr(getattr(spec, "experts", None), "dense_layers", ()):
+        raise ValueError(
+            "gates for a model some of whose layers have no experts: training runs one program for all "
+            "layers. Choose a model whose layers are all alike."
+        )
     if any(window is not None for window in model.windows):
         raise ValueError(
             f"gates for a {getattr(model, 'family', 'model')} with sliding-window layers: such a layer is a "

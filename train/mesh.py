@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kvjax.models.decoder import LETTERS, shapes
+from kvjax.models.quantised import refuse
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import Mesh, shard
 from kvjax.sharding.mesh import mesh as a_mesh
@@ -111,6 +112,7 @@ def layout(data: int, tensor: int, devices: Sequence[Any] | None = None) -> Layo
 
 def stacked(params: Params, dtype: str) -> Params:
     """Backbone weights as ``distill.forward`` takes them: layers [L, ...], no output head; on the host."""
+    refuse(params, "training")
     kept = {name: leaf for name, leaf in params.items() if name not in ("layers", "head")}
     layers = jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *params["layers"])
     return jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.dtype(dtype)), kept | {"layers": layers})

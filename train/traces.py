@@ -22,6 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from kvjax.errors import UserError
+from kvjax.models.quantised import refuse
 from kvjax.types import Heads, Network, Params
 from kvjax.weights import fingerprint
 from pallas_kernels.blockwise.api import blockwise
@@ -84,12 +85,18 @@ def describe(settings: ranker.Settings, model: LanguageModel) -> Manifest:
     Raises:
       ConfigError: a model whose traces cannot be made, or lengths it was not trained for.
     """
+    refuse(model.params, "training")
     network, recording = model.network, settings.recording
     if any(window is not None for window in network.windows):
         family = getattr(getattr(network, "spec", None), "family", "model")
         raise ConfigError(
             f"traces of a {family} with sliding-window layers: such a layer is a ring already and takes "
             "no eviction. Choose a model whose layers all attend fully."
+        )
+    if getattr(getattr(network, "spec", None), "sinks", False):
+        raise ConfigError(
+            "traces of a model with attention sinks: no objective here has a term for them. Choose a model "
+            "without."
         )
     if max(recording.lengths) > network.max_positions:
         raise ConfigError(

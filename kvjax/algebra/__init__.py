@@ -28,8 +28,10 @@ from kvjax.algebra._eviction import FIRST, Eviction, KeepRecent
 from kvjax.algebra._observation import OBSERVABLE, Observation
 from kvjax.algebra._part import Part
 from kvjax.algebra._policy import PLACES, Policy
+from kvjax.algebra._replay import Piece, Replay, Tokenizer
 from kvjax.algebra._selection import Anchored, Picked, SelectAll, Selection
 from kvjax.algebra._storage import Native, Storage
+from kvjax.algebra._wrapper import Held, Runs, Wrapper, places, run_means
 from kvjax.sharding.all_heads import HERE, AllHeads
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "Every",
     "Eviction",
     "Frame",
+    "Held",
     "KeepRecent",
     "Native",
     "Nothing",
@@ -55,14 +58,21 @@ __all__ = [
     "Observation",
     "Part",
     "Picked",
+    "Piece",
     "Policy",
     "PolicyError",
+    "Replay",
+    "Runs",
     "SelectAll",
     "Selection",
     "Storage",
     "Switch",
+    "Tokenizer",
     "Unlimited",
     "Visited",
     "When",
     "Whole",
+    "Wrapper",
+    "places",
+    "run_means",
 ]

@@ -50,6 +50,7 @@ class Frame:
       observed: the quantities of the prompt's tokens that the budget declares in ``needs``; None while
         decoding, when only counts are available.
       heads: all KV heads of the layer, for targets that depend on the scores of other heads.
+      prompt: length of each row's prompt.
     """
 
     layer: Any
@@ -60,6 +61,7 @@ class Frame:
     protected: Any = 0
     observed: Observation | None = None
     heads: AllHeads = HERE
+    prompt: Int[Array, " B"] | None = None
 
 
 class Budget(Part):
@@ -73,6 +75,7 @@ class Budget(Part):
         eviction that decides which tokens stay (not ``KeepRecent``); kvjax warns when a row keeps all of its
         tokens.
       limited: it evicts at some time.
+      spares_prompt: no token of the prompt is evicted.
     """
 
     place = "budget"
@@ -81,6 +84,7 @@ class Budget(Part):
     needs_logits: ClassVar[bool] = False
     voted: ClassVar[bool] = False
     limited: ClassVar[bool] = True
+    spares_prompt: ClassVar[bool] = False
     when: When = "after_prompt"
 
     def confidence(self, logits: Float[Array, "B V"]) -> Float[Array, " B"]:
@@ -111,6 +115,12 @@ class Budget(Part):
     def layer_mean(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"] | None:
         """The mean target of a layer's KV heads, where scores only divide its slots (``from_scores``)."""
         return None
+
+    def secured(
+        self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"]
+    ) -> Float[Array, "B K T"]:
+        """The scores, +inf for tokens that stay in a head whatever a wrapper makes of the scores."""
+        return scores
 
     def targets(
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None

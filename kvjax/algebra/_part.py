@@ -151,20 +151,34 @@ class Part:
         return {}
 
     @property
+    def chain(self) -> tuple[Part, ...]:
+        """The part, after those that it holds (``Wrapper``)."""
+        return (self,)
+
+    @property
     def structure(self) -> str:
         """Name and fields as a user writes them, without traced fields and those at their defaults."""
         return self._written(
             f"{f.name}={_literal(getattr(self, f.name))}"
-            for f in dataclasses.fields(self)  # type: ignore[arg-type]
+            for f in self._fields()
             if f.name not in self.traced and getattr(self, f.name) != f.default
         )
 
-    def __repr__(self) -> str:
+    @property
+    def word(self) -> str:
+        """Name and arguments as a user writes them, without what it holds."""
         return self._written(
             (f"{f.name}=" if at else "") + _literal(getattr(self, f.name))
-            for at, f in enumerate(dataclasses.fields(self))  # type: ignore[arg-type]
+            for at, f in enumerate(self._fields())
             if at == 0 or getattr(self, f.name) != f.default
         )
+
+    def __repr__(self) -> str:
+        return " + ".join(part.word for part in self.chain)
+
+    def _fields(self) -> list[dataclasses.Field[Any]]:
+        """What a user writes as arguments."""
+        return list(dataclasses.fields(self))  # type: ignore[arg-type]
 
     def _written(self, arguments: Iterable[str]) -> str:
         text = ", ".join(arguments)

@@ -17,7 +17,7 @@ from kvjax.algebra._budget import Budget, Unlimited
 from kvjax.algebra._completion import Completion, Nothing
 from kvjax.algebra._errors import PolicyError
 from kvjax.algebra._eviction import Eviction, KeepRecent
-from kvjax.algebra._observation import OBSERVABLE
+from kvjax.algebra._observation import OBSERVABLE, OF_EVICTIONS
 from kvjax.algebra._part import Part
 from kvjax.algebra._selection import SelectAll, Selection
 from kvjax.algebra._storage import Native, Storage
@@ -66,11 +66,13 @@ class Policy:
                     f"Policy({place}=...) takes an {kind.__name__}, but {part!r} is for {right}. "
                     f"Write Policy({right}={part!r})."
                 )
-            unknown = part.needs - set(OBSERVABLE if place == "eviction" else OBSERVABLE[:-1])
+            needs = frozenset().union(*(one.needs for one in part.chain))
+            others = [name for name in OBSERVABLE if name not in OF_EVICTIONS]
+            unknown = needs - set(OBSERVABLE if place == "eviction" else others)
             if unknown:
                 raise PolicyError(
                     f"{part!r} needs {', '.join(sorted(unknown))}, which {place} cannot see. It may name "
-                    f"{', '.join(OBSERVABLE[:-1])}; an eviction may also name mass."
+                    f"{', '.join(others)}; an eviction may also name {' and '.join(OF_EVICTIONS)}."
                 )
         for name in ("sinks", "recent"):
             value = getattr(self, name)
@@ -83,9 +85,14 @@ class Policy:
         return tuple(getattr(self, place) for place in PLACES)
 
     @property
+    def chain(self) -> tuple[Part, ...]:
+        """The parts, each wrapper after what it holds."""
+        return tuple(part for whole in self.parts for part in whole.chain)
+
+    @property
     def needs(self) -> frozenset[str]:
         """All quantities of an arriving token that some part reads."""
-        return frozenset().union(*(part.needs for part in self.parts))
+        return frozenset().union(*(part.needs for part in self.chain))
 
     @property
     def keeps(self) -> tuple[str, ...]:
@@ -101,7 +108,7 @@ class Policy:
     @property
     def structure(self) -> str:
         """The policy without hyperparameters and sinks; a state is continued by the same structure only."""
-        words = [part.structure for part in self.parts if not part.idle]
+        words = [part.structure for part in self.chain if not part.idle]
         words += [f"recent({self.recent})"] if self.recent else []
         return " + ".join(dict.fromkeys(words)) or "full"
 
@@ -111,6 +118,17 @@ class Policy:
         return self.budget.limited and self.budget.when != "after_prompt"
 
     @property
+    def ranks_held(self) -> bool:
+        """Does the eviction look at all that a KV head holds whenever the budget acts while decoding?"""
+        return self.decides_later and self.eviction.ranks_held
+
+    @property
+    def queries(self) -> dict[str, int]:
+        """How many of the newest queries of every head are kept, by name ("q", "q_pre")."""
+        count = self.eviction.queries if self.ranks_held else 0
+        return {name: count for name in ("q", "q_pre") if count and name in self.eviction.needs}
+
+    @property
     def tracks_mass(self) -> bool:
         """Must a read return the attention that each slot received?"""
         return self.decides_later and self.eviction.needs_mass
@@ -118,7 +136,7 @@ class Policy:
     @property
     def learned(self) -> tuple[Part, ...]:
         """The parts that read learned weights."""
-        return tuple(part for part in self.parts if part.learns)
+        return tuple(part for part in self.chain if part.learns)
 
     @property
     def protects(self) -> int:
@@ -137,7 +155,9 @@ class Policy:
     def whole_prompt(self) -> bool:
         """Must the whole prompt be seen before any token may be dropped or hidden?"""
         once = self.budget.limited and self.budget.when == "after_prompt"
-        return once or self.tracks_mass or not self.admission.prefill
+        cuts = self.ranks_held or (self.decides_later and self.budget.from_scores)
+        later = self.tracks_mass or (cuts and not self.budget.spares_prompt)
+        return once or later or not self.admission.prefill
 
     @property
     def on_arrival(self) -> bool:
@@ -179,7 +199,7 @@ class Policy:
         return self.window(context) < context and not none
 
     def __repr__(self) -> str:
-        words = [repr(part) for part in self.parts if not part.idle]
+        words = [part.word for part in self.chain if not part.idle]
         words += [f"{name}({getattr(self, name)})" for name in ("sinks", "recent") if getattr(self, name)]
         return " + ".join(dict.fromkeys(words)) or "full"  # one word may stand for parts of two places
 
@@ -200,33 +220,54 @@ jax.tree_util.register_pytree_node(Policy, _flatten, _unflatten)
 
 def _refuse_illegal_pairs(p: Policy) -> None:
     """Refuses parts that exclude each other; one rule per paragraph."""
-    if p.eviction.scores_prompt and p.budget.limited and p.budget.when != "after_prompt":
+    if p.eviction.scores_prompt and p.decides_later and not p.eviction.ranks_held:
         other = p.eviction.on_arrival or "an eviction that ranks on arrival"
         raise PolicyError(
             f"{p.eviction!r} cannot serve {p.budget!r}: it ranks only the tokens of a prompt, and a budget "
             f"that acts while decoding needs ranks of generated tokens, too. Use {other}, or "
             "when=after_prompt."
         )
-    if p.budget.from_scores and p.budget.when != "after_prompt":
-        raise PolicyError(
-            f"{p.budget!r} divides a layer's slots by the scores of the whole prompt, so it can only act "
-            "after the prompt. Use when=after_prompt."
-        )
     if p.budget.voted and p.eviction.idle:
         raise PolicyError(
             f"{p.budget!r} as a budget decides how many tokens stay, and no part decides which. Write "
             f"'{p.budget!r}', which also ranks by its votes, or add an eviction: 'snapkv + {p.budget!r}'."
         )
-    if p.eviction.name == p.budget.name and repr(p.eviction) != repr(p.budget):
+    ranks, *wrappers = p.eviction.chain
+    if ranks.name == p.budget.name and repr(ranks) != repr(p.budget):
         raise PolicyError(
-            f"{p.eviction!r} ranks and {p.budget!r} counts, but one word for both takes one set of "
-            f"arguments. Write '{p.eviction!r}', or take the ranking or the budget of another method."
+            f"{ranks!r} ranks and {p.budget!r} counts, but one word for both takes one set of "
+            f"arguments. Write '{ranks!r}', or take the ranking or the budget of another method."
+        )
+    for at, one in enumerate(wrappers):
+        if one.name in [other.name for other in wrappers[:at]]:
+            raise PolicyError(f"{p.eviction!r} wraps twice by {one.name}. Write it once.")
+        if isinstance(one, Eviction) and one.runs and one is not wrappers[-1]:
+            raise PolicyError(
+                f"{p.eviction!r}: {wrappers[-1].word} would choose anew what {one.word} keeps in runs. Write "
+                f"{one.word} last, and no other wrapper that keeps runs."
+            )
+    if p.eviction.runs and not p.admission.shared_verdict:
+        raise PolicyError(
+            f"{p.eviction!r} keeps the same tokens in all KV heads of a layer, but {p.admission!r} admits "
+            "different tokens to each of them. Use an eviction that ranks each head on its own."
         )
     if p.eviction.shared_ranking and p.decides_later and not p.admission.shared_verdict:
         raise PolicyError(
             f"{p.eviction!r} keeps the same tokens in all KV heads of a layer, but {p.admission!r} admits "
             "different tokens to each of them. Use an eviction that ranks each head on its own, or a budget "
             "with when=after_prompt."
+        )
+    for one in p.chain if p.eviction.replays else ():
+        unseen = sorted(one.needs - {"k", "v", "wo_norm"})
+        if one is not p.eviction.chain[0] and unseen:
+            raise PolicyError(
+                f"{p.eviction!r} feeds a prompt twice and then cuts it, when its keys and values are all "
+                f"that is left, but {one.word} reads {' and '.join(unseen)}. Leave one of them out."
+            )
+    if p.eviction.replays and p.admission.prefill and not p.admission.idle:
+        raise PolicyError(
+            f"{p.eviction!r} reads a prompt into a full cache before it cuts, but {p.admission!r} hides "
+            "tokens while a prompt is read. Leave one of them out."
         )
     if not p.eviction.idle and not p.budget.limited:
         raise PolicyError(

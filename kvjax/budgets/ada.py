@@ -51,19 +51,23 @@ class Ada(amounts.Sized):
         """The amount, rounded to the nearest slot (halves up)."""
         return jnp.floor(self.limit.slots(frame, length) + 0.5).astype(jnp.int32)
 
+    def secured(
+        self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"]
+    ) -> Float[Array, "B K T"]:
+        """A head's guaranteed tokens come first in the layer's order, whatever the scores of the others."""
+        guaranteed = jnp.floor(self.layer_mean(frame, length) * self.floor).astype(jnp.int32)
+        safe = (_rank(scores) < guaranteed[:, None, None]) & (scores > -jnp.inf)
+        return jnp.where(safe, jnp.inf, scores)
+
     def targets(
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """How many of the layer's best scores each head has; ties go to the lowest head and position."""
         assert scores is not None
-        scores = frame.heads.gather(scores)
+        scores = frame.heads.gather(self.secured(frame, length, scores))
         heads, tokens = scores.shape[1:]
         mean = self.layer_mean(frame, length)
-        guaranteed = jnp.floor(mean * self.floor).astype(jnp.int32)
-        rank = _rank(scores)
-        # A head's guaranteed tokens come first in the layer's order, whatever the scores of the others.
-        secured = jnp.where((rank < guaranteed[:, None, None]) & (scores > -jnp.inf), jnp.inf, scores)
-        order = _rank(secured.reshape(scores.shape[0], heads * tokens)).reshape(scores.shape)
+        order = _rank(scores.reshape(scores.shape[0], heads * tokens)).reshape(scores.shape)
         kept = (order < (mean * heads)[:, None, None]) & (scores > -jnp.inf)
         return frame.heads.local(kept.sum(axis=-1))
 

@@ -62,6 +62,20 @@ class Time(Argument):
         return "after_prompt, every_step or every(k)"
 
 
+@dataclasses.dataclass(frozen=True)
+class OfPrompt(Argument):
+    """What a budget that acts while decoding does to the prompt."""
+
+    what: str = "treatment"
+
+    def accepts(self, value: Any) -> bool:
+        return value in ("cut", "keep")
+
+    @property
+    def expected(self) -> str:
+        return "cut or keep"
+
+
 @pytree(static=("unit",))
 @dataclasses.dataclass(frozen=True)
 class Limit:

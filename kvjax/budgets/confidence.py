@@ -1,6 +1,7 @@
 """Confidence: few slots where the model is confident of its next token, many where it is not.
 
-Li, Miao: CONF-KV: Confidence-Aware KV Cache Eviction with Mixed-Precision Storage for Long-Horizon LLM
+Li, Miao: CONF-KV: Confidence-Aware KV Cache Eviction with Mixed-Precision Storage for Long-Horizon LLM,
+https://arxiv.org/abs/2605.24786
 """
 
 from __future__ import annotations

@@ -293,11 +293,13 @@ class Slots:
       pos: true positions; EMPTY in dead slots.
       live: does the slot hold a token?
       meta: the policy part's values (anything in dead slots).
+      seen: tokens that each row has seen; None where slots are not ranked.
     """
 
     pos: Int[Array, "B K C"]
     live: Bool[Array, "B K C"]
     meta: dict[str, Float[Array, "B K C"]]
+    seen: Int[Array, "B 1 1"] | None = None
 
 
 def slots(pages: Pages) -> Slots:

@@ -37,6 +37,8 @@ class Entry:
       pos: true position of each token, or EMPTY where there is none.
       admit: may the token outlive the window? One bit per KV head.
       meta: values a policy part keeps with every token, by name; they move wherever the token moves.
+      queries: the tokens' queries, by name, where an eviction looks at them later; of a whole prompt only the
+        newest, laid as in a ring (``newest``).
     """
 
     k: Float[Array, "B K T H"]
@@ -44,13 +46,14 @@ class Entry:
     pos: Int[Array, "B T"]
     admit: Bool[Array, "B K T"]
     meta: dict[str, Float[Array, "B K T"]]
+    queries: dict[str, Float[Array, "B N T H"]] = dataclasses.field(default_factory=dict)
 
     def specs(self) -> Any:
         """How it is cut over devices."""
         return dataclasses.replace(jax.tree.map(lambda _: HEADS, self), pos=ROWS)
 
 
-ENTRY: Any = Entry(k=HEADS, v=HEADS, pos=ROWS, admit=HEADS, meta=HEADS)  # type: ignore[arg-type]
+ENTRY: Any = Entry(k=HEADS, v=HEADS, pos=ROWS, admit=HEADS, meta=HEADS, queries=HEADS)  # type: ignore[arg-type]
 """``Entry.specs`` of an entry that is not made yet."""
 
 
@@ -63,12 +66,15 @@ class Ring:
       k, v: keys after RoPE, and values; slots never written hold zeros.
       admit: the verdict that acts when the token leaves.
       meta: per-slot values of policy parts.
+      queries: the newest Q queries of every head, by name (``q`` after RoPE, ``q_pre`` before), where an
+        eviction ranks by them while decoding; a ring like the keys', of its own length.
     """
 
     k: Float[Array, "B K W H"]
     v: Float[Array, "B K W H"]
     admit: Bool[Array, "B K W"]
     meta: dict[str, Float[Array, "B K W"]]
+    queries: dict[str, Float[Array, "B N Q H"]] = dataclasses.field(default_factory=dict)
 
     @property
     def window(self) -> int:
@@ -84,14 +90,30 @@ def empty(
     dtype: jnp.dtype,
     meta: tuple[str, ...] = (),
     arrays: Mapping[str, tuple[tuple[int, ...], str]] = {},
+    queries: Mapping[str, tuple[int, int]] = {},
 ) -> Ring:
-    """A ring that has seen nothing; ``arrays`` are those of ``meta`` that are not one float32 a slot."""
+    """A ring that has seen nothing.
+
+    Args:
+      rows, heads, window, head_dim: its sizes.
+      dtype: of keys, values and queries.
+      meta: names of the values that are kept with every slot.
+      arrays: those of ``meta`` that are not one float32 a slot.
+      queries: N and Q of each kind of queries it holds.
+    """
     shape = (rows, heads, window)
     of_parts = of_slots(shape, meta, arrays)
+    asked = {f"queries {name}": ((rows, *sizes, head_dim), dtype) for name, sizes in queries.items()}
     made = zeros(
-        k=((*shape, head_dim), dtype), v=((*shape, head_dim), dtype), admit=(shape, bool), **of_parts
+        k=((*shape, head_dim), dtype), v=((*shape, head_dim), dtype), admit=(shape, bool), **of_parts, **asked
     )
-    return Ring(k=made["k"], v=made["v"], admit=made["admit"], meta={name: made[name] for name in meta})
+    return Ring(
+        k=made["k"],
+        v=made["v"],
+        admit=made["admit"],
+        meta={name: made[name] for name in meta},
+        queries={name: made[f"queries {name}"] for name in queries},
+    )
 
 
 def positions(length: Int[Array, " B"], window: int) -> Int[Array, "B W"]:
@@ -110,17 +132,18 @@ def put(ring: Ring, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"
       length: tokens each row had seen.
       count: real tokens of each row, 0 .. T.
     """
-    rows, heads, t, _ = new.k.shape
+    rows, _, t, _ = new.k.shape
     step = jnp.arange(t)[None, :]
-    stays = (step < count[:, None]) & (step >= count[:, None] - ring.window)
-    # Out-of-range slots are dropped by the scatter; two tokens of one call never share a slot.
-    slot = jnp.where(stays, (length[:, None] + step) % ring.window, ring.window)
-    row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None]
 
     def write(old: Array, value: Array) -> Array:
+        heads, slots = old.shape[1:3]
+        stays = (step < count[:, None]) & (step >= count[:, None] - slots)
+        # Out-of-range slots are dropped by the scatter; two tokens of one call never share a slot.
+        slot = jnp.where(stays, (length[:, None] + step) % slots, slots)
         if t == 1:
             return one_slot(old, slot[:, 0], value)
         # Every index is given: a scatter over a sliced axis makes XLA on CPU copy the ring twice a step.
+        row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None]
         return scattered(old, (row, head, slot[:, None, :]), value)
 
     return dataclasses.replace(
@@ -129,7 +152,20 @@ def put(ring: Ring, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"
         v=write(ring.v, new.v),
         admit=write(ring.admit, new.admit),
         meta={name: write(old, new.meta[name]) for name, old in ring.meta.items()},
+        queries={name: write(old, new.queries[name]) for name, old in ring.queries.items()},
     )
+
+
+def newest(q: Float[Array, "B N T H"], count: Int[Array, " B"], slots: int) -> Float[Array, "B N Q H"]:
+    """A whole prompt's newest queries as a ring of so many slots holds them.
+
+    Args:
+      q: queries of positions 0 .. T - 1, of which ``count`` are real.
+      count: prompt length of each row.
+      slots: Q.
+    """
+    at = jnp.maximum(positions(count, slots), 0)
+    return jnp.take_along_axis(q, at[:, None, :, None], axis=2)
 
 
 def leaving(ring: Ring, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"]) -> Entry:

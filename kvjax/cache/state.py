@@ -64,7 +64,8 @@ class KVState:
       length: tokens each row has seen; the next token's position.
       total: prompt length of each row.
       peak: most bytes so far (live, allocated), taken before pools shrink, after each layer of a
-        whole-prompt prefill (the layer's uncompressed keys and values included), and at the end.
+        whole-prompt prefill (the layer's uncompressed keys and values included, or those of all layers and a
+        piece where a prompt is fed twice), and at the end.
       context: most tokens a row may ever see.
       chunk: most tokens of a row that may arrive at a time.
       structure: of the policy it was made under (``Policy.structure``); under another it is not continued.

@@ -14,7 +14,13 @@ Value = TypeVar("Value", Part, Policy)
 
 
 class _Open:
-    """Prints as a value that is left open."""
+    """Prints as a value that is left open; also in the place of an eviction that a wrapper holds."""
+
+    word = "…"
+
+    @property
+    def chain(self) -> tuple[_Open, ...]:
+        return (self,)
 
     def __repr__(self) -> str:
         return "…"
@@ -61,13 +67,13 @@ def describe(policy: Policy) -> dict[str, Any]:
 
     Returns:
       policy: the one-string form, which parses back.
-      parts: place, name and arguments of each part that does something.
+      parts: place, name and arguments of each part that does something; a wrapper follows what it holds.
       sinks, recent: the protections.
       family: as ``family`` returns it.
       size: number and unit ("tokens" per KV head, "ratio" of the tokens seen, "bytes" of a row) of each field
         that says how much the budget keeps; {} without a budget, or where the prompt decides how much.
     """
-    budget, busy = policy.budget, [part for part in policy.parts if not part.idle]
+    budget, busy = policy.budget, [part for part in policy.chain if not part.idle]
     amounts_of = () if budget.voted else sizes(budget)
     return {
         "policy": repr(policy),
@@ -90,5 +96,10 @@ def _size(value: Any) -> dict[str, Any] | None:
 
 def _arguments(part: Part) -> dict[str, Any]:
     plain = (bool, int, float, str, type(None))
-    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
-    return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}
+    names = [field.name for field in dataclasses.fields(part)]  # type: ignore[arg-type]
+    values = {name: getattr(part, name) for name in names}
+    return {
+        name: value if isinstance(value, plain) else repr(value)
+        for name, value in values.items()
+        if not isinstance(value, Part)  # what it holds stands before it
+    }

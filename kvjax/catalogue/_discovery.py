@@ -13,11 +13,12 @@ import inspect
 import pkgutil
 from importlib.metadata import entry_points
 from types import ModuleType
+from typing import Any
 
 import kvjax.budgets
 import kvjax.policies
 import kvjax.storage
-from kvjax.algebra import Part, Policy, PolicyError
+from kvjax.algebra import Part, PolicyError
 
 PACKAGES = (kvjax.policies, kvjax.budgets, kvjax.storage)
 
@@ -33,13 +34,13 @@ class Method:
       name: of its module.
       summary: first line of the module's docstring.
       source: the link in the docstring, or "".
-      examples: policies that show it, at least one.
+      examples: policies that show it, at least one; ``catalogue.methods`` has read the strings among them.
     """
 
     name: str
     summary: str
     source: str
-    examples: tuple[Policy, ...]
+    examples: tuple[Any, ...]
 
 
 @functools.cache
@@ -96,7 +97,7 @@ def parts() -> dict[str, type[Part]]:
 
 @functools.cache
 def methods() -> tuple[Method, ...]:
-    """Every module that has EXAMPLES.
+    """Every module that has EXAMPLES: policies, or their one-string form where a method needs another's file.
 
     Raises:
       PolicyError: a module of ``kvjax.policies`` has none.

@@ -4,7 +4,8 @@ A string is a sum of words. A word is the name of a part with arguments (``quest
 (``sinks(n)``, ``recent(n)``), or a preset. A part written beside a preset replaces the preset's part of that
 place; two parts written for one place are refused. A word that names parts of two places (``gvote`` ranks and
 counts) fills those places for which nothing else is written: ``kvp + gvote`` ranks by kvp and keeps as many
-tokens as have votes, ``gvote + uniform(0.25)`` ranks by votes.
+tokens as have votes, ``gvote + uniform(0.25)`` ranks by votes. A wrapper follows the eviction that it holds:
+``snapkv + critical + ada(0.25)``; several apply in the order written.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import dataclasses
 import difflib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvjax.algebra import Every, Part, Policy, PolicyError
+from kvjax.algebra import Every, Part, Policy, PolicyError, Wrapper
 from kvjax.catalogue import _discovery as discovery
 
 
@@ -68,10 +69,16 @@ def policy(spec: str | Policy) -> Policy:
     written: dict[str, Any] = {}
     preset: dict[str, Any] = {}
     shared: list[dict[str, Any]] = []  # of each word that names parts of two places
+    wrappers: list[_Wrap] = []
     for word in _words(spec):
         name, arguments = _parse(word, spec)
         if arguments is None and name in PRESETS and len(_kinds(name)) < 2:
             preset |= _preset(name)
+            continue
+        if (wrap := _wrapper(name, arguments or "", spec)) is not None:
+            if not any("eviction" in fields for fields in (written, preset, *shared)):
+                wrap(None)  # refuses
+            wrappers.append(wrap)
             continue
         fields = _parts(name, arguments or "", spec)
         if len(fields) > 1:
@@ -92,7 +99,10 @@ def policy(spec: str | Policy) -> Policy:
                 "Leave one of them out."
             )
         written |= {place: fields[place] for place in free}
-    return Policy(**(preset | written))
+    fields = preset | written
+    for wrap in wrappers:
+        fields["eviction"] = wrap(fields["eviction"])
+    return Policy(**fields)
 
 
 def _preset(name: str) -> dict[str, Any]:
@@ -100,9 +110,28 @@ def _preset(name: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for word in _words(PRESETS[name]):
         part, arguments = _parse(word, name)
-        if part != "full":
+        if (wrap := _wrapper(part, arguments or "", name)) is not None:
+            fields["eviction"] = wrap(fields.get("eviction"))
+        elif part != "full":
             fields |= _parts(part, arguments or "", name)
     return fields
+
+
+_Wrap = Callable[[Part | None], Part]
+
+
+def _wrapper(name: str, arguments: str, spec: str) -> _Wrap | None:
+    """What makes the wrapper of that name around an eviction; None for another word."""
+    for kind in _kinds(name):
+        if issubclass(kind, Wrapper):
+            values, named = _arguments(name, arguments, spec)
+            if "of" in named:
+                raise PolicyError(
+                    f"policy({spec!r}): {name} takes no argument 'of'. Write the eviction before it, as in "
+                    f"'snapkv + {name}'."
+                )
+            return lambda eviction: _build(kind, values, named | {"of": eviction}, spec)
+    return None
 
 
 def _words(spec: str) -> Iterator[str]:
@@ -158,7 +187,8 @@ def _build(kind: type[Part], values: list[Any], named: dict[str, Any], spec: str
     try:
         inspect.signature(kind).bind(*values, **named)
     except TypeError as error:
-        takes = ", ".join(f.name for f in dataclasses.fields(kind)) or "none"  # type: ignore[arg-type]
+        names = [f.name for f in dataclasses.fields(kind) if f.name != "of"]  # type: ignore[arg-type]
+        takes = ", ".join(names) or "none"
         raise PolicyError(f"policy({spec!r}): {kind.name}: {error}. Its arguments: {takes}.") from None
     try:
         part = kind(*values, **named)

@@ -73,6 +73,7 @@ from kvjax.decode._prefill import (
     store_layer,
     with_logits,
 )
+from kvjax.decode._replay import cut_layer, hold_layer, padded_pieces, prompt_pieces, replay_layer
 from kvjax.decode._step import piece, run_layers, step, step_program
 
 __all__ = [
@@ -97,6 +98,7 @@ __all__ = [
     "check_weights",
     "chunk_layer",
     "cut",
+    "cut_layer",
     "cuts_after",
     "decode_loop",
     "decode_steps",
@@ -104,6 +106,7 @@ __all__ = [
     "empty",
     "empty_layers",
     "extend",
+    "hold_layer",
     "generate",
     "last_logits",
     "layer_calls",
@@ -111,17 +114,20 @@ __all__ = [
     "on_mesh",
     "outer",
     "padded",
+    "padded_pieces",
     "page_size",
     "piece",
     "prefill",
     "prompt_layer",
     "prompt_pages",
+    "prompt_pieces",
     "read_chunk",
     "read_full",
     "read_ids",
     "read_layers",
     "read_policy",
     "read_prompts",
+    "replay_layer",
     "reserve",
     "roomy",
     "run_layers",

@@ -88,8 +88,7 @@ def _by_context(policy: Policy, context: int) -> int | None:
 
 def _by_budget(policy: Policy, context: int, arriving: int) -> int | None:
     """What a budget that acts while decoding leaves, and what comes before it acts again."""
-    bounded = policy.tracks_mass or (policy.budget.limited and not policy.whole_prompt)
-    if not bounded or policy.budget.most is None:
+    if not policy.decides_later or policy.budget.most is None:
         return None
     window = policy.window(context)
     between = policy.budget.when.k if isinstance(policy.budget.when, Every) else 1
@@ -205,8 +204,11 @@ def empty_layers(
 
     def layer(window: int | None) -> LayerCache:
         w = policy.window(context) if window is None else min(window, context)
-        ring = rings.empty(rows, heads, w, dim, dtype, policy.keeps, policy.arrays)
-        if window is not None or not policy.paged(context):
+        paged = window is None and policy.paged(context)
+        query_heads = heads * network.num_heads // network.num_kv_heads
+        queries = {name: (query_heads, slots) for name, slots in policy.queries.items() if paged}
+        ring = rings.empty(rows, heads, w, dim, dtype, policy.keeps, policy.arrays, queries)
+        if not paged:
             return LayerCache(ring=ring, pages=None, summary=None)
         summary = policy.completion.empty(rows, heads, dim, context)
         exactly = slot_bounds(policy, context, chunk_size)

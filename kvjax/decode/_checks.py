@@ -240,7 +240,7 @@ def check_policy(policy: Policy, network: Network) -> Policy:
     Raises:
       PolicyError: names the part, the number and the positions.
     """
-    for part in policy.parts:
+    for part in policy.chain:
         part.check_positions(network)
     return policy
 

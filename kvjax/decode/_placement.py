@@ -26,11 +26,13 @@ def mesh_for(call: str, model: Weighted, named: Mesh | str | None, rows: int) ->
     """The mesh that a call names, else the one on which the model's weights lie.
 
     Raises:
-      MeshError: no mesh, too few devices, or a mesh that does not divide the rows or the model's heads.
+      MeshError: no mesh, too few devices, or a mesh that does not divide the rows or the model's heads or
+        experts.
     """
     where = mesh_of(model.params) if named is None else mesh(named)
     network = model.network
-    where.check(call, rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads)
+    experts = getattr(network, "num_experts", None)
+    where.check(call, rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads, experts=experts)
     return where
 
 
@@ -52,6 +54,8 @@ def on_mesh(model: M, policy: Policy, weights: Params, where: Mesh) -> tuple[M, 
             check_consistent(f"moving the model to {where}", where, {"the model": fingerprint(model)})
         sharded: Any = copy.copy(model)
         vars(sharded)["params"] = where.put(model.params, where.of_model(model.network, model.params))
+        if hasattr(model.network, "on"):
+            vars(sharded)["network"] = model.network.on(where)
         model = sharded
     return model, where.put(weights, layer.of_learned(policy, weights))
 

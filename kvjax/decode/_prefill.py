@@ -50,6 +50,7 @@ from kvjax.decode._checks import (
     warn_of_windows,
 )
 from kvjax.decode._placement import check_same_call, mesh_for, on_mesh, warn_of_imbalance
+from kvjax.decode._replay import cut_layer, hold_layer, padded_pieces, prompt_pieces, replay_layer
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.sharding.specs import HEADS, of_state
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted
@@ -113,6 +114,7 @@ def prefill(
         context = bucket(max(lengths, default=0), network.max_positions)
     check_prompts("prefill", network, lengths, context)
     check_sizes("prefill", network, chunk_size, page)
+    prompt_pieces("prefill", model, policy, rows)
     dtype = model.params["embed"].dtype
     warn_of_protected(network, policy, _frame(network, policy, dtype), lengths)
     warn_of_lengths(policy, weights, lengths)
@@ -161,6 +163,7 @@ def cut(
     check_sizes("cut", model.network, chunk_size, page)
     if not cuts_after(policy):
         raise RequestError(f"cut({policy!r}) decides while a prompt is read. Prefill under it.")
+    prompt_pieces("cut", model, policy, reading.prompts)
     weights, rows = check_weights(model, policy, weights), len(reading.prompts)
     mesh = mesh_for("cut", model, None, rows)
     weights = on_mesh(model, policy, weights, mesh)[1]
@@ -297,6 +300,9 @@ class PromptPrograms(NamedTuple):
     store: Callable[..., Any]
     after: Callable[..., Any]
     by_layer: Callable[..., Any]
+    hold: Callable[..., Any] = hold_layer
+    replay: Callable[..., Any] = replay_layer
+    cut: Callable[..., Any] = cut_layer
 
 
 def read_layers(
@@ -314,7 +320,7 @@ def read_layers(
 ) -> Generator[Any, None, tuple[KVState, Float[Array, "B D"], Float[Array, "B T D"]]]:
     """Read whole prompts into an empty state that knows their lengths (``total``).
 
-    Each layer is compressed before the next one runs.
+    Each layer is compressed before the next one runs; where the eviction replays, after the second pass.
 
     Args:
       model, policy, weights: as in ``prefill``.
@@ -328,7 +334,7 @@ def read_layers(
         the call, so that the caller may have the program made.
 
     Yields:
-      (layers done, all layers), after each.
+      (layers done, all layers), after each; a layer counts once for each time that it runs.
 
     Returns:
       The state, and the last layer's output of each row's last token and of all, padded.
@@ -339,17 +345,42 @@ def read_layers(
     x = reading.inputs[0] if reading else embed_prompts(network, params, prompts, mesh, run.embed)
     caches, kept = list(state.layers), []
     draws = mesh.put(np.zeros(len(prompts), np.uint32) if seeds is None else seeds)
-    for index, (_, block, own, at) in enumerate(layer_calls(network, policy, params, weights, run.by_layer)):
+    calls = layer_calls(network, policy, params, weights, run.by_layer)
+    held: list[Any] = []
+    done, layers = 0, network.num_layers
+    if policy.eviction.replays:
+        pieces = padded_pieces(prompt_pieces("read_layers", model, policy, prompts))
+        layers *= 2 + len(pieces)
+        for index, call in enumerate(calls):
+            out, cached = run.hold(network, network.windows[index], call.block, x, total, mesh, bool(reading))
+            x = reading.inputs[index + 1] if reading else out
+            held.append(cached)
+            yield (done := done + 1), layers
+        state = _with_full_cache(state, held, pieces)
+        for tokens, *numbers in pieces:
+            y = run.embed(network, outer(params), total, tokens, mesh)
+            rows = [mesh.put(number) for number in numbers]
+            for index, call in enumerate(calls):
+                k, v, scores = held[index]
+                kind = (network, policy, network.windows[index], call.block, call.number)
+                y, scores = run.replay(*kind, y, k, v, scores, total, *rows, mesh)
+                held[index] = (k, v, scores)
+                yield (done := done + 1), layers
+    for index, (_, block, own, at) in enumerate(calls):
         cache, window = caches[index], network.windows[index]
         where = (network, policy, window, cache.ring.window, block, own, at)
-        lse = reading.lse[index] if reading else None
-        out, ranked, stored, stays = run.layer(*where, x, total, draws, mesh, lse)
-        x = reading.inputs[index + 1] if reading else out
+        if held:
+            ranked, stored, stays = run.cut(*where, x, held[index], total, draws, mesh)
+            held[index] = ()
+        else:
+            lse = reading.lse[index] if reading else None
+            out, ranked, stored, stays = run.layer(*where, x, total, draws, mesh, lse)
+            x = reading.inputs[index + 1] if reading else out
         kept += [stays] if window is None else []
         # The one look of the host between two layers.
         fullest = [prompt_pages(policy, cache, own) for own in mesh.blocks(np.asarray(stored))]
         need = tuple(pool.coarse_class(max(pages)) for pages in zip(*fullest))
-        whole = metrics.size(ranked)
+        whole = metrics.size((ranked, held))
         before = metrics.allocated(tuple(caches))
         arguments = (policy, network.num_layers, need, own, cache, ranked, at, total, mesh)
         if (program := missing(run.store, arguments)) is not None:
@@ -357,7 +388,7 @@ def read_layers(
         caches[index] = run.store(*arguments)
         del arguments, ranked
         state = metrics.raise_peak(state, whole, before + whole + metrics.allocated((caches[index],)))
-        yield index + 1, network.num_layers
+        yield (done := done + 1), layers
     length, last = run.after(x, state.length, total, _no_output(model, state), mesh)
     state = dataclasses.replace(state, layers=tuple(caches), length=length)
     if policy.budget.voted:
@@ -367,6 +398,16 @@ def read_layers(
         return states.fit(state), last, x
     states.counts(state)  # as ``fit``, raises if a pool was too small
     return state, last, x
+
+
+def _with_full_cache(
+    state: KVState, held: Sequence[layer.Held], pieces: Sequence[tuple[np.ndarray, ...]]
+) -> KVState:
+    """The state whose peak counts a full cache, and a piece's keys and values of a layer."""
+    k = held[0][0]
+    piece = 2 * pieces[0][0].size * k.shape[1] * k.shape[3] * k.dtype.itemsize
+    full = metrics.size(held) + piece
+    return metrics.raise_peak(state, full, metrics.allocated(state.layers) + full)
 
 
 @functools.partial(jax.jit, static_argnames=("network", "window", "ring", "mesh"))

@@ -163,7 +163,7 @@ def positions_after(length: Int[Array, " B"], tokens: Int[Array, "B T"]) -> Int[
 
 def at_layer(policy: Policy, weights: Params, index: int) -> Params:
     """What each part reads of its learned weights at a layer, by place."""
-    return {p.place: p.at_layer(weights[p.place], index) for p in policy.parts if p.place in weights}
+    return {p.place: p.at_layer(weights[p.place], index) for p in policy.learned if p.place in weights}
 
 
 def confidence_after(

@@ -235,6 +235,7 @@ class Engine:
         if request.context is not None:
             ids = np.concatenate([self.contexts.tokens(request.context, request.owner, policy, learned), ids])
         check_space(request, len(ids), self._settings.context)
+        (pieces,) = decode.prompt_pieces("Request(prompt=...)", self._model, policy, [ids])
         how = sampling(
             1,
             temperature=request.temperature,
@@ -245,7 +246,13 @@ class Engine:
         )
         number = next(self._ids)
         return EngineRequest(
-            ticket=Ticket(number, request, len(ids), lambda: self._cancel(number)),
+            ticket=Ticket(
+                number,
+                request,
+                len(ids),
+                lambda: self._cancel(number),
+                sum(len(piece.tokens) for piece in pieces),
+            ),
             counters=self._counters,
             tokens=ids,
             policy=batched,

@@ -207,8 +207,8 @@ def live(state: KVState, known: Snapshot) -> tuple[Int[np.ndarray, "L B K"], Flo
             layers[-1] = layers[-1] + held.sum(axis=-1)
             slot, page = metrics.page_costs(pages)
             size += held.sum(axis=(1, 2)) * slot + (-(-held // pages.size)).sum(axis=(1, 2)) * page
-        summary = metrics.size(layer.summary)
-        size += summary / rows * (known.seen > 0)
+        fixed = metrics.size((layer.summary, layer.ring.queries))
+        size += fixed / rows * (known.seen > 0)
     return np.stack(layers), size
 
 

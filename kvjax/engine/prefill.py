@@ -118,10 +118,19 @@ class Prefill:
         return [max(pool.coarse_class(max(1, pages)), held) for pages, held in zip(need, have)]
 
     def _whole_bytes(self) -> int:
-        """Bytes of a whole layer that is not compressed yet."""
+        """Bytes of a layer that is not compressed yet; of all and a piece where the prompt is fed twice."""
         cache, tokens = self.structure.row.layers[0], decode.bucket(len(self.request.tokens))
         _, heads, _, dim = cache.ring.k.shape
-        return int(tokens * heads * (2 * dim * cache.ring.k.dtype.itemsize + 16))
+        slot = heads * (2 * dim * cache.ring.k.dtype.itemsize + 16)
+        if self.request.policy.eviction.replays:
+            tokens *= 1 + self.model.network.num_layers
+            tokens += self._pieces_again()[0][0].size
+        return int(tokens * slot)
+
+    def _pieces_again(self) -> list[tuple[np.ndarray, ...]]:
+        """What is fed behind the prompt."""
+        policy, tokens = self.request.policy, self.request.tokens
+        return decode.padded_pieces(decode.prompt_pieces("Request(prompt=...)", self.model, policy, [tokens]))  # type: ignore[return-value]
 
     @property
     def begun(self) -> bool:
@@ -230,7 +239,16 @@ class Prefill:
             weights,
             seeds,
             fitted=False,
-            programs=decode.PromptPrograms(common.embed, own.prompt, own.store, common.after, own.by_layer),
+            programs=decode.PromptPrograms(
+                common.embed,
+                own.prompt,
+                own.store,
+                common.after,
+                own.by_layer,
+                own.hold,
+                own.replay,
+                own.cut,
+            ),
             missing=missing,
         )
         while True:
@@ -300,7 +318,10 @@ class Prefill:
                 if self.whole:
                     where = (within, policy, network.windows[index], cache.ring.window, *call[1:])
                     seeds = jax.ShapeDtypeStruct((1,), np.uint32, sharding=placed)
-                    programs.append(own.prompt.program(*where, x, total, seeds, mesh, None))
+                    if policy.eviction.replays:
+                        programs += self._second_pass(within, where, x, total, seeds)
+                    else:
+                        programs.append(own.prompt.program(*where, x, total, seeds, mesh, None))
                 else:
                     numbers = (length, length, total)
                     programs.append(own.chunk.program(within, *call, policy, cache, x, *numbers, mesh=mesh))
@@ -309,6 +330,26 @@ class Prefill:
                 programs.append(common.piece.program(x, np.int32(0), part))
                 outputs = jax.ShapeDtypeStruct((part, dim), dtype)
                 programs.append(common.ranks.program(network, params, outputs, np.zeros(part, np.int32)))
+        return programs
+
+    def _second_pass(
+        self, network: Any, where: tuple[Any, ...], x: Any, total: Any, seeds: Any
+    ) -> list[Program]:
+        """What a layer runs of a prompt that is fed twice; over several devices calls find most of it."""
+        own, mesh = self.structure, self.shapes.mesh
+        _, policy, window, _, block, _, index = where
+        hold = (network, window, block, x, total, mesh, False)
+        programs = [own.hold.program(*hold)]
+        if mesh != ONE:
+            return programs
+        held = own.hold.shapes(*hold)[1]
+        rest, dim = decode.outer(self.model.params), x.shape[2]
+        tokens = self._pieces_again()[0][0]
+        y = jax.ShapeDtypeStruct((*tokens.shape, dim), x.dtype)
+        replay = (network, policy, window, block, index, y, *held, total, total, total, total, mesh)
+        programs.append(self.common.embed.program(network, rest, total, tokens, mesh))
+        programs.append(own.replay.program(*replay))
+        programs.append(own.cut.program(*where, x, held, total, seeds, mesh))
         return programs
 
     def _beginning(self) -> list[Program]:

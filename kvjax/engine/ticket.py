@@ -37,13 +37,21 @@ class Ticket:
       id: a number of its own, in the order of submission.
       request: as it was submitted.
       prompt_tokens: how many, those of a held context included.
+      replayed_tokens: how many are fed behind the prompt before it is cut (``Eviction.replays``).
       submitted: when, by ``time.monotonic``.
     """
 
-    def __init__(self, id: int, request: Request, prompt_tokens: int, cancel: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        id: int,
+        request: Request,
+        prompt_tokens: int,
+        cancel: Callable[[], None],
+        replayed_tokens: int = 0,
+    ) -> None:
         self.id = id
         self.request = request
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens, self.replayed_tokens = prompt_tokens, replayed_tokens
         self.submitted = time.monotonic()
         self._cancel = cancel
         self._lock = threading.Condition()

@@ -34,7 +34,7 @@ def add_model(parser: argparse._ActionsContainer) -> None:
     """The options of every command that loads a model."""
     cli.add(parser, "--model", default=EMBEDDED)
     weights.add_options(parser)
-    cli.add(parser, "--dtype", "--mesh")
+    cli.add(parser, "--dtype", "--weight-dtype", "--mesh")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class Model:
     model: str = shared("--model", EMBEDDED)
     weights: Sources = option(add=weights.add_options)
     dtype: str | None = shared("--dtype")
+    weight_dtype: str | None = shared("--weight-dtype")
     mesh: str | None = shared("--mesh")
 
 

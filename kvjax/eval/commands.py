@@ -48,7 +48,12 @@ def model_of(values: dict[str, Any]) -> LanguageModel:
     check_alone("python -m kvjax.eval", "kvjax.prefill and kvjax.generate")
     name = values["model"]
     try:
-        model = load(None if name == EMBEDDED else name, dtype=values["dtype"], mesh=values["mesh"])
+        model = load(
+            None if name == EMBEDDED else name,
+            dtype=values["dtype"],
+            mesh=values["mesh"],
+            weight_dtype=values["weight_dtype"],
+        )
     except OSError as error:
         raise EvalError(str(error)) from error
     try:

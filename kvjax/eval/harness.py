@@ -62,6 +62,7 @@ class KVJax(LM):
         batch_size: int | str = 8,
         device: str | None = None,
         max_batch_size: int | None = None,
+        weight_dtype: str | None = None,
     ) -> None:
         """Loads the model.
 
@@ -72,10 +73,13 @@ class KVJax(LM):
           dtype: of weights and cache; as stored by default.
           max_length: fewer positions than the model has.
           batch_size: requests a batch; "auto" is 8.
+          weight_dtype: "int8" or "int4" to quantise weights to.
           device, max_batch_size: the harness passes them; JAX places arrays itself.
         """
         super().__init__()
-        self.model = load(None if pretrained == EMBEDDED else pretrained, dtype=dtype)
+        self.model = load(
+            None if pretrained == EMBEDDED else pretrained, dtype=dtype, weight_dtype=weight_dtype
+        )
         self.policy = parse_policy(policy)
         sources = parse_sources(weights) if isinstance(weights, str) else weights
         self.weights = weights_for(self.policy, self.model, sources)

@@ -18,11 +18,13 @@ from kvjax.layer._info import LayerInfo, OfRows, arriving, observe
 from kvjax.layer._mass import accumulate_mass
 from kvjax.layer._prompt import attend_prompt, count_stored, judge, prompt, retained, store
 from kvjax.layer._read import Loaded, Partial, Read, read_pages
+from kvjax.layer._replay import Held, hold, judge_replayed, replay
 from kvjax.layer._rows import by_rows, stack_policies
 from kvjax.layer._step import chunk, step
 
 __all__ = [
     "READ",
+    "Held",
     "LayerFn",
     "LayerInfo",
     "Loaded",
@@ -38,13 +40,16 @@ __all__ = [
     "chunk",
     "count_stored",
     "evict",
+    "hold",
     "judge",
+    "judge_replayed",
     "observe",
     "on_devices",
     "of_learned",
     "prompt",
     "ranked",
     "read_pages",
+    "replay",
     "accumulate_mass",
     "retained",
     "stack_policies",

@@ -84,6 +84,8 @@ def on_devices(
     names = ["q", "k", "v", *(name for name in ("q_pre", "k_pre", "hidden") if name in policy.needs)]
     arrays = {name: getattr(x, name) for name in names} if x is not None else {}
     project = x.project if x is not None and "hidden" in policy.needs else None
+    wo = x.wo if x is not None and "wo_norm" in policy.needs else None
+    sinks = x.sinks if x is not None else None
     heads = AllHeads(TENSOR, mesh.size(TENSOR)) if mesh.size(TENSOR) > 1 else AllHeads()
     inputs = {
         "policy": (policy, WHOLE),
@@ -92,6 +94,8 @@ def on_devices(
         "of_rows": ((info.total, info.confidence, info.seeds), ROWS),
         "arrays": (arrays, {name: ROWS if name == "hidden" else MODEL_HEADS for name in arrays}),
         "project": (project, jax.tree.map(of_projection, project)),
+        "wo": (wo, None if wo is None else P(None, TENSOR)),
+        "sinks": (sinks, None if sinks is None else P(TENSOR)),
         "carry": (carry, of_state(carry)),
         "rows": (rows, ROWS),
     }
@@ -113,7 +117,8 @@ def on_devices(
         if x is not None:
             absent = dict.fromkeys(("q", "k", "v", "q_pre", "k_pre", "hidden"))
             present: dict[str, Any] = absent | part["arrays"]
-            tokens = Heads(**present, softcap=x.softcap, rotate=x.rotate, project=part["project"])
+            own_model = {name: part[name] for name in ("project", "wo", "sinks")}
+            tokens = Heads(**present, softcap=x.softcap, rotate=x.rotate, **own_model)
         return run(own, tokens, part["carry"], *part["rows"])
 
     values, specs = ({name: pair[i] for name, pair in inputs.items()} for i in (0, 1))

@@ -72,7 +72,7 @@ class LayerInfo:
         shown = observed if policy.budget.needs else None
         heads = self.heads.count(k.shape[1])
         place = (self.layer, self.layers, heads, slot)
-        return Frame(*place, self.confidence, policy.protected, shown, self.heads)
+        return Frame(*place, self.confidence, policy.protected, shown, self.heads, self.total)
 
 
 def by_row(number: Any, axes: int) -> Any:
@@ -90,7 +90,7 @@ def observe(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> Observation:
     values = {
         name: getattr(x, name) if name == "hidden" else major(getattr(x, name))
         for name in OBSERVABLE
-        if name in info.policy.needs and name not in ("mass", "q_last")  # mass: known after attention only
+        if name in info.policy.needs and name not in ("mass", "q_last", "wo_norm", "replayed")  # made later
     }
     if "q_last" in info.policy.needs:
         last = jnp.argmax(pos, axis=1)
@@ -102,8 +102,10 @@ def observe(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> Observation:
         layers=info.layers,
         values=values,
         softcap=x.softcap,
+        sinks=x.sinks,
         rotate=x.rotate,
         project=x.project,
+        wo=x.wo if "wo_norm" in info.policy.needs else None,
         seeds=info.seeds,
         heads=info.heads,
     )
@@ -120,7 +122,14 @@ def arriving(info: LayerInfo, x: Heads, pos: Int[Array, "B T"], observed: Observ
         values = part.arrive(info.weights(part.place), observed)
         named = {f"{part.place}.{name}": values[name] for name in part.keeps}
         meta |= {name: x for name, x in named.items() if name in policy.keeps}
-    return Entry(k=k, v=v, pos=pos, admit=jnp.broadcast_to(admit | sink[:, None, :], k.shape[:3]), meta=meta)
+    return Entry(
+        k=k,
+        v=v,
+        pos=pos,
+        admit=jnp.broadcast_to(admit | sink[:, None, :], k.shape[:3]),
+        meta=meta,
+        queries={name: observed.values[name] for name in policy.queries},
+    )
 
 
 def absorb(info: LayerInfo, cache: LayerCache, k: Array, v: Array, pos: Array, take: Array) -> LayerCache:

@@ -19,7 +19,7 @@ from kvjax.cache.ring import Entry, Ring
 from kvjax.cache.state import LayerCache
 from kvjax.layer._admit import destination
 from kvjax.layer._info import LayerInfo
-from kvjax.layer._read import PagedRead, Read, loaded
+from kvjax.layer._read import PagedRead, Read, loaded, merged
 from kvjax.types import EMPTY, Heads
 from pallas_kernels.decode_step.api import Cache, decode_step, has_body
 
@@ -102,7 +102,8 @@ def step_in_one_kernel(
         pages=dataclasses.replace(stored, k=after.k_pages, v=after.v_pages),
     )
     size = loaded(info, cache, PagedRead(), rings.live(length + count, ring.window))
-    return Read(out=out[:, None].astype(x.v.dtype), lse=lse[..., None], mass=None, loaded=size), cache
+    whole, lse = merged(((out[:, :, None], lse[..., None]),), x.v.dtype, x.sinks)
+    return Read(out=whole, lse=lse, mass=None, loaded=size), cache
 
 
 def _arrays(ring: Ring, pages: Pages) -> Cache:

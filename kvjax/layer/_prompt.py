@@ -38,8 +38,8 @@ def prompt(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Arr
     observed = observe(info, x, pos)
     new = arriving(info, x, pos, observed)
     window, bits = _sight(info, new)
-    partial = attend_among(major(x.q), new, info.total, window, bits, x.softcap, x.v.dtype)
-    return merged((partial,), x.v.dtype)[0], _judged(info, x, observed, new, partial[1])
+    out, lse = _attended(x, new, info.total, window, bits)
+    return out, judged(info, x, observed, new, lse)
 
 
 def attend_prompt(
@@ -47,14 +47,22 @@ def attend_prompt(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """The prompt's attention alone, under the model's own window, and its lse."""
     new = Entry(k=major(x.k), v=major(x.v), pos=pos, admit=jnp.ones((1, 1, 1), bool), meta={})
-    partial = attend_among(major(x.q), new, total, window, None, x.softcap, x.v.dtype)
-    return merged((partial,), x.v.dtype)[0], partial[1]
+    return _attended(x, new, total, window, None)
+
+
+def _attended(
+    x: Heads, new: Entry, count: Int[Array, " B"], window: int | None, bits: Bool[Array, "B K T"] | None
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Output, which is all in the model's dtype unless a sink is merged with it, and lse."""
+    dtype = x.v.dtype if x.sinks is None else jnp.float32
+    partial = attend_among(major(x.q), new, count, window, bits, x.softcap, dtype)
+    return merged((partial,), x.v.dtype, x.sinks)
 
 
 def judge(info: LayerInfo, x: Heads, pos: Int[Array, "B T"], lse: Float[Array, "B N T"]) -> Entry:
     """``prompt`` without its attention, of which only the lse is needed: for policies that hide nothing."""
     observed = observe(info, x, pos)
-    return _judged(info, x, observed, arriving(info, x, pos, observed), lse)
+    return judged(info, x, observed, arriving(info, x, pos, observed), lse)
 
 
 def _sight(info: LayerInfo, new: Entry) -> tuple[int | None, Array | None]:
@@ -65,13 +73,14 @@ def _sight(info: LayerInfo, new: Entry) -> tuple[int | None, Array | None]:
     return (policy.admission.window, new.admit) if hides and not sliding else (info.window, None)
 
 
-def _judged(
-    info: LayerInfo, x: Heads, observed: Observation, new: Entry, lse: Float[Array, "B N T"]
+def judged(
+    info: LayerInfo, x: Heads, observed: Observation, new: Entry, lse: Float[Array, "B N T"] | None
 ) -> Entry:
-    """The tokens with ``admit`` set where they are retained."""
+    """The tokens with ``admit`` set where they are retained; ``lse`` is read where an eviction needs mass."""
     policy, pos, sliding = info.policy, observed.pos, info.window is not None
     window, bits = _sight(info, new)
     if policy.budget.limited and policy.eviction.needs_mass and not sliding:
+        assert lse is not None
         mass = column_mass(
             major(x.q),
             new.k,
@@ -90,11 +99,12 @@ def _judged(
     keep = new.admit
     if policy.budget.limited and not sliding:
         keep = keep & retained(info, new, observed)
-    return dataclasses.replace(new, admit=keep)
+    kept = {name: rings.newest(q, info.total, policy.queries[name]) for name, q in new.queries.items()}
+    return dataclasses.replace(new, admit=keep, queries=kept)
 
 
 def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, "B K T"]:
-    """Which tokens stay: the protected, then the best scores up to the target; ties: lowest position."""
+    """Which tokens stay: the protected, then those that the eviction chooses, up to the target."""
     policy, shape = info.policy, new.admit.shape
     # Where the budget acts later too, the ring is live whatever it scores.
     newest = policy.ring_tokens if policy.decides_later else policy.protects
@@ -104,16 +114,19 @@ def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, 
     observed = dataclasses.replace(observed, admitted=jnp.broadcast_to(free | safe, shape))
     if policy.tracks_mass:  # as at any later step
         values = {name: new.meta[f"eviction.{name}"] for name in policy.eviction.keeps}
-        slots = Slots(pos=jnp.broadcast_to(pos, shape), live=free, meta=values)
+        slots = Slots(
+            pos=jnp.broadcast_to(pos, shape), live=free, meta=values, seen=info.total[:, None, None]
+        )
         score = policy.eviction.score(info.weights("eviction"), slots)
     else:
         score = policy.eviction.score_prompt(info.weights("eviction"), observed)
     score = jnp.where(free, jnp.broadcast_to(score, shape), jnp.where(safe, jnp.inf, -jnp.inf))
-    scores = score if policy.budget.from_scores else None
-    target = policy.budget.targets(info.frame(new.k, observed), info.total, scores)
+    frame, scores = info.frame(new.k, observed), score if policy.budget.from_scores else None
+    target = policy.budget.targets(frame, info.total, scores)
     target = jnp.maximum(target, safe.sum(axis=-1))
-    order = jnp.argsort(jnp.argsort(-score, axis=-1, stable=True), axis=-1)
-    return (order < target[..., None]) & (score > -jnp.inf)
+    if not policy.eviction.runs:
+        score = policy.budget.secured(frame, info.total, score)
+    return policy.eviction.choose(observed, score, target) & (score > -jnp.inf)
 
 
 def store(info: LayerInfo, cache: LayerCache, new: Entry, count: Int[Array, " B"]) -> LayerCache:
@@ -129,7 +142,10 @@ def store(info: LayerInfo, cache: LayerCache, new: Entry, count: Int[Array, " B"
     leaving = dataclasses.replace(new, pos=jnp.where(left, new.pos, EMPTY))
     before = jnp.zeros_like(count)
     cache = admit(info, cache, leaving, following(info, cache, new, before, count), final=True)
-    return dataclasses.replace(cache, ring=rings.put(cache.ring, new, before, count))
+    # Queries are already laid as the ring holds them.
+    queries = {name: new.queries[name] for name in cache.ring.queries}
+    ring = rings.put(dataclasses.replace(cache.ring, queries={}), new, before, count)
+    return dataclasses.replace(cache, ring=dataclasses.replace(ring, queries=queries))
 
 
 def count_stored(new: Entry, count: Int[Array, " B"], window: int) -> Int[Array, "B K"]:

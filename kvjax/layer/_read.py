@@ -247,8 +247,17 @@ def _selector_tokens(policy: Policy, pages: Pages, list_id: int) -> Float[Array,
     return pages.length[:, :, list_id] / 2
 
 
-def merged(partials: tuple[Partial, ...], dtype: jnp.dtype) -> tuple[Float[Array, "B T N H"], Array]:
-    """One merge of all partials: the output back in the model's layout, and the lse of everything read."""
+def merged(
+    partials: tuple[Partial, ...], dtype: jnp.dtype, sinks: Float[Array, " N"] | None = None
+) -> tuple[Float[Array, "B T N H"], Array]:
+    """One merge of all partials: the output back in the model's layout, and the lse of everything read.
+
+    A head's sink is one partial more: its logit is the lse, and the output is 0.
+    """
+    if sinks is not None:
+        out, lse = partials[0]
+        lse = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], lse.shape)
+        partials = (*partials, (jnp.zeros(out.shape, jnp.float32), lse))
     out, lse = partials[0] if len(partials) == 1 else merge(list(partials))
     return major(out).astype(dtype), lse
 

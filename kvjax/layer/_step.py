@@ -50,7 +50,7 @@ def step(
         read, cache = step_in_one_kernel(info, cache, new, x, length, count)
         return read.out, (cache, read)
     cache = admit_or_replace(info, cache, new, length, count)
-    cache = evict(info, cache, length + count, due(info.policy, length + count, count))
+    cache = evict(info, cache, length + count, due(info.policy, length + count, count), x)
     cache = demote(info.policy, cache, 1)
     q, track = major(x.q), tracks_mass(info, cache)
     positions = rings.positions(length + count, cache.ring.window)
@@ -58,7 +58,7 @@ def step(
         q, cache.ring.k, cache.ring.v, q_pos=length[:, None], k_pos=positions, softcap=x.softcap
     )
     paged = read_pages(info, cache, q, decoding=True, softcap=x.softcap, with_mass=track)
-    out, lse = merged((recent, *paged.partials), x.v.dtype)
+    out, lse = merged((recent, *paged.partials), x.v.dtype, x.sinks)
     size = loaded(info, cache, paged, rings.live(length + count, cache.ring.window))
     if track:  # what is learned now decides at the next step
         weights = query_weights(info, pos)
@@ -125,7 +125,7 @@ def chunk(
         )
         exact = (recent, attend_among(q, new, count, new_window, new_bits, x.softcap))
     paged = read_pages(info, cache, q, decoding=False, softcap=x.softcap, with_mass=track)
-    out, lse = merged((*exact, *paged.partials), x.v.dtype)
+    out, lse = merged((*exact, *paged.partials), x.v.dtype, x.sinks)
     if track:
         weights = query_weights(info, pos)
         mass = functools.partial(column_mass, q, lse=lse, weights=weights, q_pos=pos, softcap=x.softcap)
@@ -146,7 +146,7 @@ def chunk(
     else:
         new = _exchanged(never, new, jax.tree.map(jnp.zeros_like, new))
     cache = dataclasses.replace(cache, ring=rings.put(ring, new, length, count))
-    cache = evict(info, cache, length + count, due(policy, length + count, count))
+    cache = evict(info, cache, length + count, due(policy, length + count, count), x)
     cache = demote(policy, cache, t)
     return out, cache
 

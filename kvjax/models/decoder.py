@@ -10,8 +10,13 @@ Params, a dict (any dtype; shapes in the letters of ``kvjax.types``; in brackets
   layers: a list of L dicts
     attn_norm [D]   wq [N, H, D]   wk, wv [K, H, D]   wo [D, N, H]
     mlp_norm [D]    w_up [F, D]    w_down [D, F]      (w_gate [F, D])
-    (bq [N, H]   bk, bv [K, H]   bo, b_down [D]   b_up [F]   q_norm, k_norm [H]
+    (bq [N, H]   bk, bv [K, H]   bo, b_down [D]   b_up [F]   q_norm, k_norm [H]   sinks [N]
      attn_post_norm, mlp_post_norm [D]   attn_norm_bias, mlp_norm_bias [D])
+    with experts, instead of w_gate, w_up, w_down and their biases:
+    router [E, D]   experts_gate, experts_up [E, F, D]   experts_down [E, D, F]
+    (router_bias [E]   experts_gate_bias, experts_up_bias [E, F]   experts_down_bias [E, D])
+
+Matrices may be ``Quantised``, but not those of experts.
 """
 
 from __future__ import annotations
@@ -23,9 +28,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.models.activations import gated
+from kvjax.models.experts import route, through_experts
 from kvjax.models.layout import INPUTS_FIRST
+from kvjax.models.quantised import Quantised, rows_of, times, widened
 from kvjax.models.rope import rotate
 from kvjax.models.spec import ModelSpec
+from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import AttendFn, C, Heads, Params
 
 if TYPE_CHECKING:
@@ -40,13 +49,13 @@ def shapes(spec: ModelSpec) -> dict[str, Any]:
         tree["final_norm_bias"] = (d,)
     if spec.positions == "learned":
         tree["positions"] = (spec.max_positions, d)
-    tree["layers"] = [_layer_shapes(spec) for _ in range(spec.num_layers)]
+    tree["layers"] = [_layer_shapes(spec, index) for index in range(spec.num_layers)]
     if not spec.tied:
         tree["head"] = (spec.vocab_size, d)
     return tree
 
 
-def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(spec: ModelSpec, index: int) -> dict[str, tuple[int, ...]]:
     d, n, k, h, f = spec.model_dim, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.mlp_dim
     layer: dict[str, tuple[int, ...]] = {
         "attn_norm": (d,),
@@ -55,16 +64,26 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "wv": (k, h, d),
         "wo": (d, n, h),
         "mlp_norm": (d,),
-        "w_gate": (f, d),
-        "w_up": (f, d),
-        "w_down": (d, f),
     }
-    if spec.mlp == "gelu":
-        del layer["w_gate"]
+    experts = spec.experts
+    if experts is None or index in experts.dense_layers:
+        matrices = {"w_gate": (f, d), "w_up": (f, d), "w_down": (d, f)}
+        biases: dict[str, tuple[int, ...]] = {"b_up": (f,), "b_down": (d,)}
+        if spec.mlp == "gelu":
+            del matrices["w_gate"]
+        layer |= matrices
+    else:
+        e, f = experts.count, experts.width
+        layer |= {"router": (e, d), "experts_gate": (e, f, d), "experts_up": (e, f, d)}
+        layer |= {"experts_down": (e, d, f)}
+        biases = {"router_bias": (e,), "experts_gate_bias": (e, f), "experts_up_bias": (e, f)}
+        biases |= {"experts_down_bias": (e, d)}
     if spec.qkv_bias:
         layer |= {"bq": (n, h), "bk": (k, h), "bv": (k, h)}
     if spec.linear_bias:
-        layer |= {"bo": (d,), "b_up": (f,), "b_down": (d,)}
+        layer |= {"bo": (d,), **biases}
+    if spec.sinks:
+        layer |= {"sinks": (n,)}
     if spec.qk_norm:
         layer |= {"q_norm": (h,), "k_norm": (h,)}
     if spec.post_norms:
@@ -79,14 +98,22 @@ LETTERS = {
     **dict.fromkeys(("wk", "wv"), "KHD"),
     **dict.fromkeys(("bk", "bv"), "KH"),
     **dict.fromkeys(("w_gate", "w_up"), "FD"),
-    **{"wq": "NHD", "bq": "NH", "wo": "DNH", "w_down": "DF", "b_up": "F"},
+    **{"wq": "NHD", "bq": "NH", "wo": "DNH", "w_down": "DF", "b_up": "F", "sinks": "N"},
+    **dict.fromkeys(("experts_gate", "experts_up"), "EFD"),
+    **dict.fromkeys(("experts_gate_bias", "experts_up_bias"), "EF"),
+    **{"experts_down": "EDF", "experts_down_bias": "ED"},
 }
 """Dimensions of the leaves that are sharded where a model lies on several devices."""
 
 
 def letters(params: Params) -> Params:
     """The dimensions of every leaf in the letters of ``kvjax.types``; "" for leaves that are never cut."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: LETTERS.get(path[-1].key, ""), params)
+
+    def of(path: Any, _: Any) -> str:
+        name = next(part.key for part in reversed(path) if hasattr(part, "key"))  # codes have their leaf's
+        return LETTERS.get(name, "")
+
+    return jax.tree_util.tree_map_with_path(of, params)
 
 
 def norm(spec: ModelSpec, p: Params, name: str, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -108,8 +135,12 @@ def softcap(x: Float[Array, "... X"], limit: float | None) -> Float[Array, "... 
     return x if limit is None else limit * jnp.tanh(x / limit)
 
 
-def product(axes: str, x: Float[Array, "B T X"], weight: Float[Array, "... X"]) -> Float[Array, "B T ..."]:
+def product(
+    axes: str, x: Float[Array, "B T X"], weight: Float[Array, "... X"] | Quantised
+) -> Float[Array, "B T ..."]:
     """x times a weight, in x's dtype; sums in float32."""
+    if isinstance(weight, Quantised):
+        return times(x, weight).astype(x.dtype)
     plain, in_float32 = functools.partial(jnp.einsum, axes), functools.partial(_in_float32, axes)
     if x.dtype == jnp.float32:
         return plain(x, weight)
@@ -174,11 +205,20 @@ def project(
         softcap=spec.attn_softcap,
         rotate=to_position,
         project=jax.tree_util.Partial(functools.partial(queries, spec), of_queries),
+        wo=widened(p["wo"]) if isinstance(p["wo"], Quantised) else p["wo"],
+        sinks=p.get("sinks"),
     )
 
 
-def mlp(spec: ModelSpec, p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """D to F and back, gated or not."""
+def mlp(spec: ModelSpec, p: Params, x: Float[Array, "B T D"], mesh: Mesh = ONE) -> Float[Array, "B T D"]:
+    """D to F and back, gated or not; through the experts of each token where the layer has some."""
+    if "router" in p:
+        assert spec.experts is not None
+        scores = _in_float32("rd,ed->re", x.reshape(-1, x.shape[-1]), p["router"])
+        if spec.linear_bias:
+            scores = scores + p["router_bias"].astype(jnp.float32)
+        choice = route(spec.experts, scores.reshape(*x.shape[:2], -1))
+        return through_experts(spec, p, x, choice, mesh)
     up = product("btd,fd->btf", x, p["w_up"])
     if spec.linear_bias:
         up = up + p["b_up"]
@@ -187,9 +227,7 @@ def mlp(spec: ModelSpec, p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B
     else:
         gate = product("btd,fd->btf", x, p["w_gate"])
         # In float32, rounded once: XLA on CPU turns bfloat16 into float32 and back around every operation.
-        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-        inner = (jax.nn.silu(gate) if spec.mlp == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
-        inner = inner.astype(x.dtype)
+        inner = gated(spec.mlp, gate.astype(jnp.float32), up.astype(jnp.float32)).astype(x.dtype)
     down = product("btf,df->btd", inner, p["w_down"])
     return down + p["b_down"] if spec.linear_bias else down
 
@@ -202,17 +240,18 @@ def layer(
     positions: Int[Array, "B T"],
     attend: AttendFn[C],
     carry: C,
+    mesh: Mesh = ONE,
 ) -> tuple[Float[Array, "B T D"], C]:
-    """One block: x + attention(norm x), then x + mlp(norm x)."""
+    """One block: x + attention(norm x), then x + mlp(norm x); ``mesh`` is where experts lie."""
     heads = project(spec, p, index, norm(spec, p, "attn_norm", x), positions)
     mixed, carry = attend(index, heads, carry)
     # Flat: contracted over two axes, XLA on CPU transposes all of wo in every decode step.
     flat = mixed.astype(x.dtype).reshape(*mixed.shape[:2], -1)
-    y = product("btm,dm->btd", flat, p["wo"].reshape(-1, flat.shape[-1]))
+    y = product("btm,dm->btd", flat, p["wo"].reshape(spec.model_dim, -1))
     if spec.linear_bias:
         y = y + p["bo"]
     x = add(spec, p, x, y, "attn_post_norm")
-    return add(spec, p, x, mlp(spec, p, norm(spec, p, "mlp_norm", x)), "mlp_post_norm"), carry
+    return add(spec, p, x, mlp(spec, p, norm(spec, p, "mlp_norm", x), mesh), "mlp_post_norm"), carry
 
 
 def add(
@@ -230,7 +269,8 @@ def embed(
     spec: ModelSpec, p: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
     """Token ids to vectors; positions count where they are learned (padding beyond the table is garbage)."""
-    x = p["embed"][tokens]
+    table = p["embed"]
+    x = rows_of(table, tokens) if isinstance(table, Quantised) else table[tokens]
     if spec.embedding_gain != 1.0:
         x = x * jnp.asarray(spec.embedding_gain, x.dtype)
     return x + p["positions"][positions] if spec.positions == "learned" else x
@@ -239,7 +279,11 @@ def embed(
 def logits(spec: ModelSpec, p: Params, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Final norm and output projection; float32."""
     y = norm(spec, p, "final_norm", x)
-    z = _in_float32("rd,vd->rv", y.reshape(-1, y.shape[-1]), p["embed" if spec.tied else "head"])
+    head = p["embed" if spec.tied else "head"]
+    if isinstance(head, Quantised):
+        z = times(y, head)
+    else:
+        z = _in_float32("rd,vd->rv", y.reshape(-1, y.shape[-1]), head)
     return softcap(z.reshape(*y.shape[:-1], -1) / spec.logits_divisor, spec.final_softcap)
 
 
@@ -281,7 +325,11 @@ def dense_attend(spec: ModelSpec) -> AttendFn[None]:
         age = jnp.arange(t)[:, None] - jnp.arange(t)[None, :]
         window = spec.windows[index]
         visible = (age >= 0) if window is None else (age >= 0) & (age < window)
-        p = jax.nn.softmax(jnp.where(visible, s, -jnp.inf), axis=-1).astype(x.v.dtype)
+        s = jnp.where(visible, s, -jnp.inf)
+        if x.sinks is not None:
+            sinks = x.sinks.astype(jnp.float32).reshape(spec.num_kv_heads, spec.groups, 1, 1)
+            s = jnp.concatenate([s, jnp.broadcast_to(sinks, (*s.shape[:-1], 1))], axis=-1)
+        p = jax.nn.softmax(s, axis=-1)[..., :t].astype(x.v.dtype)
         return jnp.einsum("bkgts,bskh->btkgh", p, x.v).reshape(b, t, n, h), carry
 
     return attend
@@ -297,9 +345,23 @@ def dense_logits(spec: ModelSpec, p: Params, tokens: Int[Array, "B T"]) -> Float
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The functions above for one spec: what the decode loop takes as its network."""
+    """The functions above for one spec: what the decode loop takes as its network.
+
+    Attributes:
+      spec: static sizes.
+      mesh: where experts lie; what else lies on a mesh needs no word here.
+    """
 
     spec: ModelSpec
+    mesh: Mesh = ONE
+
+    @property
+    def num_experts(self) -> int | None:
+        return self.spec.num_experts
+
+    def on(self, mesh: Mesh) -> Decoder:
+        """For weights that lie on a mesh."""
+        return self if self.spec.experts is None else dataclasses.replace(self, mesh=mesh)
 
     @property
     def num_layers(self) -> int:
@@ -326,7 +388,7 @@ class Decoder:
         return self.spec.windows
 
     def at(self, context: int) -> Decoder:
-        return Decoder(self.spec.at(context))
+        return dataclasses.replace(self, spec=self.spec.at(context))
 
     @property
     def fingerprint_axes(self) -> dict[str, tuple[int, ...]]:
@@ -343,7 +405,7 @@ class Decoder:
     def layer(
         self, params: Params, index: int, x: Array, positions: Array, attend: AttendFn[C], carry: C
     ) -> tuple[Array, C]:
-        return layer(self.spec, params, index, x, positions, attend, carry)
+        return layer(self.spec, params, index, x, positions, attend, carry, self.mesh)
 
     def normed(self, params: Params, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """The last layer's output after the final norm."""

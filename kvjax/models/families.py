@@ -13,6 +13,7 @@ from typing import Any, Literal
 from kvjax.models.spec import FamilyName
 
 WindowRule = Literal["none", "from_layer", "all_layers", "by_type"]
+ExpertRule = Literal["none", "all_layers", "own_width"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,12 +26,15 @@ class Family:
       varies: further fields of ``ModelSpec`` that a config.json of the family can set.
       windows: which layers slide: none; those from ``max_window_layers`` on (or by ``layer_types``) if
         ``use_sliding_window``; all, with one window; or by ``layer_types``, else ``sliding_window_pattern``.
+      experts: none; in all layers, as wide as ``intermediate_size``; or with keys of their own for width,
+        norm of the weights and dense layers.
       needs: keys that must be there beyond the sizes every family has.
       defaults: values of keys that may be absent.
       agrees: values of keys that would ask for other mathematics; an absent key agrees.
       writes: keys of an export that say what the traits are.
       spelled: our name of a key to the family's own.
       thetas: default base of the rope, and of the sliding layers' rope where they have one of their own.
+      rope: where a config.json says nothing of it.
       partial: ``partial_rotary_factor`` counts.
     """
 
@@ -38,12 +42,14 @@ class Family:
     traits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     varies: tuple[str, ...] = ()
     windows: WindowRule = "none"
+    experts: ExpertRule = "none"
     needs: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     agrees: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     writes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     spelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
     thetas: tuple[float, ...] = (10_000.0,)
+    rope: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     partial: bool = False
 
 
@@ -96,6 +102,50 @@ FAMILIES: Mapping[FamilyName, Family] = {
         needs=("num_key_value_heads",),
         defaults={"sliding_window": 4096},
         agrees={**_SILU, "attention_bias": _NO},
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        traits={"qk_norm": True},
+        varies=("experts",),
+        experts="own_width",
+        needs=("num_key_value_heads",),
+        defaults={"num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1},
+        agrees={**_SILU, "attention_bias": _NO, "use_sliding_window": _NO},
+        writes={"attention_bias": False, "use_sliding_window": False},
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        varies=("experts",),
+        windows="all_layers",
+        experts="all_layers",
+        needs=("num_key_value_heads",),
+        defaults={"num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "sliding_window": None},
+        agrees=_SILU,
+        thetas=(1_000_000.0,),
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        traits={"mlp": "swiglu_clipped", "qkv_bias": True, "linear_bias": True, "sinks": True},
+        varies=("experts",),
+        windows="by_type",
+        experts="all_layers",
+        needs=("num_key_value_heads",),
+        defaults={
+            "head_dim": 64,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 4,
+        },
+        agrees={**_SILU, "attention_bias": (None, True), "swiglu_limit": (None, 7.0)},
+        writes={"attention_bias": True},
+        thetas=(150_000.0,),
+        rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",

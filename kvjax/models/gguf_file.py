@@ -158,7 +158,10 @@ class GgufWeights:
         turned = spec.head_dim if heads else None
         return _Rows(self.path, self._tensors[name], name, self._dtype, turned=turned, plus_one=plus_one)
 
-    tensor = slices
+    def tensor(self, name: str, begin: int = 0, end: int | None = None) -> _Rows:
+        """As ``slices``; no family that is read from GGUF has stacks of experts to be read in part."""
+        del begin, end
+        return self.slices(name)
 
 
 class _Rows:

@@ -22,12 +22,28 @@ from typing import TYPE_CHECKING, Any
 from kvjax.models import gguf_config, gguf_text, packages
 from kvjax.models.decoder import Decoder
 from kvjax.models.gguf_file import GgufWeights, Header, is_gguf, read_header
-from kvjax.models.hf_config import ModelError, eos_value, read_config, stated_dtype, write_config
-from kvjax.models.hf_weights import TensorFile, open_folder, read_json, read_weights, stamp, write_weights
+from kvjax.models.hf_config import (
+    ModelError,
+    eos_value,
+    read_config,
+    stated_blocks,
+    stated_dtype,
+    write_config,
+)
+from kvjax.models.hf_weights import (
+    OnValues,
+    TensorFile,
+    open_folder,
+    read_json,
+    read_weights,
+    stamp,
+    write_weights,
+)
+from kvjax.models.quantised import refuse
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.consistency import check_consistent
-from kvjax.sharding.mesh import ONE, Mesh
-from kvjax.types import DTYPES, Params
+from kvjax.sharding.mesh import ONE, Mesh, mesh_of
+from kvjax.types import DTYPES, WEIGHT_DTYPES, Params
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -65,10 +81,17 @@ class Model:
     @property
     def network(self) -> Decoder:
         """The mathematics of the spec: what the decode loop takes, beside ``params``."""
-        return Decoder(self.spec)
+        return Decoder(self.spec).on(mesh_of(self.params))
 
 
-def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> Model:
+def load(
+    source: str | Path,
+    *,
+    dtype: str | None = None,
+    mesh: Mesh = ONE,
+    weight_dtype: str | None = None,
+    on_values: OnValues | None = None,
+) -> Model:
     """Reads a model folder, a GGUF file, or a model of the hub through the cache of huggingface_hub.
 
     Tensors are read one at a time. An ``lm_head.weight`` stored with a tied model is accepted if it
@@ -81,26 +104,44 @@ def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> M
       dtype: "float32", "bfloat16" or "float16" to cast to; None for the dtype config.json names,
         else the one the file stores; of a GGUF file bfloat16.
       mesh: devices to shard the weights over, one tensor at a time; each process reads its part.
+      weight_dtype: "int8" or "int4" to quantise matrices to (``kvjax.models.quantised``); embedding and head
+        have 8 bits in both. ``dtype`` is then that of all else.
+      on_values: called with each matrix before it is quantised.
 
     Raises:
-      MeshError: a mesh that does not divide the model's heads; other files in other processes.
+      MeshError: a mesh that does not divide the model's heads or experts; other files in other processes.
       ModelError: no such folder or hub model, an unsupported family or option, files that are
         missing or damaged, tensors that do not fit the config.
     """
     _check_dtype(f"load({str(source)!r}, dtype={dtype!r})", dtype, (None, *DTYPES))
+    if weight_dtype not in (None, *WEIGHT_DTYPES):
+        raise ModelError(
+            f"load({str(source)!r}, weight_dtype={weight_dtype!r}) names no such weights. Give one of "
+            f"{', '.join(WEIGHT_DTYPES)}, or leave it out."
+        )
     place = _place_of(source)
     spec, stored, config, header = _read_spec(place)
     dtype = dtype or stored
-    mesh.check(f"load({str(source)!r})", heads=spec.num_heads, kv_heads=spec.num_kv_heads)
+    heads, kv_heads, experts = spec.num_heads, spec.num_kv_heads, spec.num_experts
+    mesh.check(f"load({str(source)!r})", heads=heads, kv_heads=kv_heads, experts=experts)
     files: Sequence[TensorFile]
     if header is None:
-        files = open_folder(place, spec)
+        blocks = stated_blocks(config, str(place / "config.json"))
+        if blocks is not None and weight_dtype is not None:
+            raise ModelError(
+                f"load({str(source)!r}, weight_dtype={weight_dtype!r}) would quantise weights that are FP8 "
+                "already. Leave weight_dtype (--weight-dtype) out, or take the bfloat16 checkpoint."
+            )
+        files = open_folder(place, spec, blocks)
     else:
-        files = [GgufWeights(header, spec, str(dtype))]
+        files = [GgufWeights(header, spec, "float32" if weight_dtype else str(dtype))]
     if mesh.across:
-        compared = {"the config": config, "the weights": stamp(files), "the dtype": str(dtype)}
-        check_consistent("load", mesh, compared)
-    return Model(spec=spec, params=read_weights(place, files, spec, dtype, mesh), folder=place)
+        dtypes = f"{dtype} {weight_dtype}"
+        check_consistent(
+            "load", mesh, {"the config": config, "the weights": stamp(files), "the dtype": dtypes}
+        )
+    params = read_weights(place, files, spec, dtype, mesh, weight_dtype, on_values)
+    return Model(spec=spec, params=params, folder=place)
 
 
 def read_spec(source: str | Path) -> tuple[ModelSpec, str | None]:
@@ -168,6 +209,7 @@ def save(
     _check_dtype(f"save({str(folder)!r}, dtype={dtype!r})", dtype, DTYPES)
     if max_shard_bytes < 1:
         raise ModelError(f"save(max_shard_bytes={max_shard_bytes}) leaves no room; give bytes from 1.")
+    refuse(params, call)
     notes = metadata or {}
     if not all(isinstance(text, str) for pair in notes.items() for text in pair):
         raise ModelError(f"save(metadata={notes!r}) must map strings to strings; write other values as JSON.")

@@ -10,9 +10,12 @@ import dataclasses
 from typing import Any
 
 from kvjax.models.families import FAMILIES, OTHERS, Family
+from kvjax.models.hf_experts import odd_experts, read_experts, write_experts
+from kvjax.models.hf_fp8 import Blocks, read_quantisation
 from kvjax.models.hf_rope import read_ropes, write_ropes
 from kvjax.models.hf_values import ModelError, count, number
 from kvjax.models.hf_windows import SLIDING, read_windows, write_windows
+from kvjax.models.mxfp4 import is_mxfp4
 from kvjax.models.rope import Rope
 from kvjax.models.spec import ModelSpec
 from kvjax.types import DTYPES
@@ -51,6 +54,7 @@ def read_config(config: dict[str, Any], generation: dict[str, Any], file: str) -
         )
     family = FAMILIES[name]
     config = _respelled(config, family)
+    read_quantisation(config, file)
     _check_agrees(config, family, file)
     needed = [*_SIZES, "max_position_embeddings", *family.needs]
     missing = [family.spelled.get(key, key) for key in needed if key not in config]
@@ -80,6 +84,7 @@ def read_config(config: dict[str, Any], generation: dict[str, Any], file: str) -
         **family.traits,
         **_read_scores(config, family, file),
         **_read_unturned(config, family, layers, file),
+        experts=read_experts(config, family, layers, file),
     )
 
 
@@ -102,7 +107,7 @@ def write_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": spec.max_positions,
         "rms_norm_eps": spec.norm_eps,
     }
-    if spec.mlp == "swiglu":
+    if spec.mlp in ("swiglu", "swiglu_clipped"):
         config["hidden_act"] = "silu"
     if family.spelled:
         config = {family.spelled.get(k, k): v for k, v in config.items() if k in (*family.spelled, *_SIZES)}
@@ -115,12 +120,18 @@ def write_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
         **write_windows(spec, family),
         **_write_scores(spec, family),
         **_write_unturned(spec, family),
+        **write_experts(spec, family),
         **family.writes,
         "bos_token_id": spec.bos,
         "eos_token_id": eos_value(spec.eos),
         "torch_dtype": dtype,
         "dtype": dtype,
     }
+
+
+def stated_blocks(config: dict[str, Any], file: str) -> Blocks | None:
+    """How FP8 tensors are scaled; None where the checkpoint is not quantised."""
+    return read_quantisation(_text_part(config), file)
 
 
 def eos_value(eos: tuple[int, ...]) -> int | list[int] | None:
@@ -154,11 +165,13 @@ def _respelled(config: dict[str, Any], family: Family) -> dict[str, Any]:
     config = {ours.get(key, key): value for key, value in config.items()}
     if family.spelled and config.get("intermediate_size") is None and "hidden_size" in config:
         config["intermediate_size"] = 4 * config["hidden_size"]  # gpt2's n_inner is mostly null
+    if config.get("model_type") == "gpt_oss" and is_mxfp4(config.get("quantization_config")):
+        del config["quantization_config"]  # its experts are dequantised where they are read
     return {**family.defaults, **config}
 
 
 def _check_agrees(config: dict[str, Any], family: Family, file: str) -> None:
-    agrees = {"quantization_config": (None,), **family.agrees}
+    agrees = dict(family.agrees)
     if not family.partial:
         agrees["partial_rotary_factor"] = (None, 1)
     asks = [f"{k}={config[k]!r}" for k, allowed in agrees.items() if k in config and config[k] not in allowed]
@@ -185,6 +198,7 @@ def _check_exportable(spec: ModelSpec, family: Family) -> None:
         spec.model_dim // spec.num_heads,
     ):
         odd.append(f"num_kv_heads={spec.num_kv_heads}, head_dim={spec.head_dim}")
+    odd += odd_experts(spec, family)
     if "local_rope" in family.varies and spec.local_rope is None:
         odd.append("local_rope=None")
     sizes = set(spec.windows)

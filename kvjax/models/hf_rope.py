@@ -71,7 +71,7 @@ def _one(config: dict[str, Any], family: Family, file: str) -> Rope:
     theta = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
     spellings = [_flat(config.get(key), file) for key in ("rope_parameters", "rope_scaling")]
     ropes = [_rope({**theta, **spelling}, config, family, 0, file) for spelling in spellings if spelling]
-    ropes = ropes or [_rope(theta, config, family, 0, file)]
+    ropes = ropes or [_rope({**family.rope, **theta}, config, family, 0, file)]
     thetas = {rope.theta for rope in ropes} | {float(value) for value in theta.values()}
     if len(set(ropes)) > 1 or len(thetas) > 1:
         raise _twice(file)

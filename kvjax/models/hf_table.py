@@ -18,7 +18,8 @@ from kvjax.models.spec import ModelSpec
 
 # same: as it is.  flat: [N, H] -> [N*H].  Linear: out [..., D] -> [flat, D], in [D, ...] -> [D, flat].
 # Conv1D: conv_out [..., D] -> [D, flat], conv_in [D, ...] -> [flat, D].
-Layout = Literal["same", "flat", "out", "in", "conv_out", "conv_in"]
+# alternating: see ``Alternating``. A name with "{}" stands for a tensor of each expert.
+Layout = Literal["same", "flat", "out", "in", "conv_out", "conv_in", "alternating"]
 Path = tuple[str | int, ...]
 Row = tuple[str, str, Layout]
 """(name in HF format, our key or keys, layout). Rows whose keys a spec does not have are left out."""
@@ -99,7 +100,42 @@ _GPT2 = Names(
         ("mlp.c_proj.bias", "b_down", "same"),
     ),
 )
-_NAMES = {"phi3": _PHI3, "gemma2": _GEMMA, "gemma3_text": _GEMMA, "gpt2": _GPT2}
+_QWEN3_MOE = dataclasses.replace(
+    _LLAMA,
+    rows=(
+        *_LLAMA.rows,
+        ("mlp.gate.weight", "router", "same"),
+        ("mlp.experts.{}.gate_proj.weight", "experts_gate", "out"),
+        ("mlp.experts.{}.up_proj.weight", "experts_up", "out"),
+        ("mlp.experts.{}.down_proj.weight", "experts_down", "out"),
+    ),
+)
+_MIXTRAL = dataclasses.replace(
+    _LLAMA,
+    rows=(
+        *_LLAMA.rows,
+        ("block_sparse_moe.gate.weight", "router", "same"),
+        ("block_sparse_moe.experts.{}.w1.weight", "experts_gate", "out"),
+        ("block_sparse_moe.experts.{}.w3.weight", "experts_up", "out"),
+        ("block_sparse_moe.experts.{}.w2.weight", "experts_down", "out"),
+    ),
+)
+_GPT_OSS = dataclasses.replace(
+    _LLAMA,
+    rows=(
+        *_LLAMA.rows,
+        ("self_attn.o_proj.bias", "bo", "same"),
+        ("self_attn.sinks", "sinks", "same"),
+        ("mlp.router.weight", "router", "same"),
+        ("mlp.router.bias", "router_bias", "same"),
+        ("mlp.experts.gate_up_proj", "experts_gate experts_up", "alternating"),
+        ("mlp.experts.gate_up_proj_bias", "experts_gate_bias experts_up_bias", "alternating"),
+        ("mlp.experts.down_proj", "experts_down", "alternating"),
+        ("mlp.experts.down_proj_bias", "experts_down_bias", "same"),
+    ),
+)
+_EXPERTS = {"qwen3_moe": _QWEN3_MOE, "mixtral": _MIXTRAL, "gpt_oss": _GPT_OSS}
+_NAMES = {**_EXPERTS, "phi3": _PHI3, "gemma2": _GEMMA, "gemma3_text": _GEMMA, "gpt2": _GPT2}
 """Families that do not name their tensors as Llama does."""
 
 
@@ -109,7 +145,8 @@ class Entry:
 
     Attributes:
       name: in the safetensors file.
-      paths: keys into the params tree, such as ("layers", 0, "wq"), one for each of ours inside.
+      paths: keys into the params tree, such as ("layers", 0, "wq"), one for each of ours inside; of one
+        expert ("layers", 0, "experts_up", 3).
       shapes: ours.
       layout: how the file's shape comes from each of ours.
     """
@@ -182,25 +219,66 @@ class Entry:
         return forms[self.layout]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alternating(Entry):
+    """Matrices of experts with their outputs last, those of n of ours by turns: ours[0][0], ours[1][0], ...
+
+    Ours are [E, Y, X], the file's tensor [E, X, n Y]; of biases [E, Y] and [E, n Y].
+    """
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        e, y, *x = self.shapes[0]
+        return (e, *x, y * len(self.shapes))
+
+    def part(self, stored: Any, at: int, index: tuple[slice, ...]) -> np.ndarray:
+        """As of any entry; ``stored`` may hold some of the experts, which ``index`` then counts."""
+        experts, outputs, *inputs = index
+        begin, end = outputs.indices(self.shapes[at][1])[:2]
+        n = len(self.shapes)
+        piece: np.ndarray = stored[(experts, *inputs, slice(n * begin + at, n * end, n))]
+        return piece.swapaxes(1, -1)
+
+    def theirs(self, arrays: list[np.ndarray]) -> np.ndarray:
+        turned = [array.swapaxes(1, -1) for array in arrays]
+        return np.ascontiguousarray(np.stack(turned, axis=-1).reshape(self.stored_shape))
+
+
 def table(spec: ModelSpec) -> list[Entry]:
     """Every tensor of a model, in the order of computation."""
     tree, names = shapes(spec), _NAMES.get(spec.family, _LLAMA)
 
     def entry(name: str, row: Row, place: Path, shape: dict[str, tuple[int, ...]]) -> Entry:
         keys = row[1].split()
-        return Entry(
+        kind = Alternating if row[2] == "alternating" else Entry
+        return kind(
             name=name + row[0],
             paths=tuple((*place, key) for key in keys),
             shapes=tuple(shape[key] for key in keys),
             layout=row[2],
         )
 
+    def entries(name: str, row: Row, place: Path, shape: dict[str, tuple[int, ...]]) -> list[Entry]:
+        if "{}" not in row[0]:
+            return [entry(name, row, place, shape)]
+        key, (count, *of_one) = row[1], shape[row[1]]
+        return [
+            Entry(
+                name=name + row[0].format(expert),
+                paths=((*place, key, expert),),
+                shapes=(tuple(of_one),),
+                layout=row[2],
+            )
+            for expert in range(count)
+        ]
+
     top = [entry(names.prefix, row, (), tree) for row in names.top]
     layers = [
-        entry(names.prefix + names.layer.format(i), row, ("layers", i), layer)
+        one
         for i, layer in enumerate(tree["layers"])
         for row in names.rows
         if row[1].split()[0] in layer
+        for one in entries(names.prefix + names.layer.format(i), row, ("layers", i), layer)
     ]
     head = [] if spec.tied else [entry("", (HEAD, "head", "out"), (), tree)]
     return [top[0], *layers, *top[1:], *head]

@@ -7,16 +7,19 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import ml_dtypes  # noqa: F401  teaches NumPy the name "bfloat16"
 import numpy as np
 
-from kvjax.models.decoder import LETTERS
-from kvjax.models.hf_table import HEAD, Entry, stored_as, table
+from kvjax.models.decoder import LETTERS, shapes
+from kvjax.models.hf_fp8 import SCALES, STORED, Blocks, Widened
+from kvjax.models.hf_table import HEAD, Alternating, Entry, stored_as, table
 from kvjax.models.hf_values import ModelError, aligned, cast
+from kvjax.models.mxfp4 import Mxfp4
+from kvjax.models.quantised import INPUTS, quantised
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Params
@@ -25,12 +28,19 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DTYPES = {**_STORED, STORED: "float8_e4m3fn", "U8": "uint8"}
 # Old checkpoints carry the rope's frequencies and GPT-2's causal mask as buffers, which are computed from
 # the spec; and a model that also sees has parts that text never meets.
 _IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|transformer\.h\.\d+\.attn\.(masked_)?bias"
 )
 _VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
+
+
+Piece = Callable[[int, tuple[slice, ...]], np.ndarray]
+"""(expert, a slice of each further dimension) to that part of the expert."""
+OnValues = Callable[[tuple[str | int, ...], np.ndarray], None]
+"""Called with a leaf's keys in the params tree, and its values as the file has them."""
 
 
 class TensorFile(Protocol):
@@ -57,12 +67,18 @@ class TensorFile(Protocol):
     def slices(self, name: str) -> Any:
         """The tensor as an object that reads only the slices it is indexed with."""
 
-    def tensor(self, name: str) -> Any:
-        """The tensor."""
+    def tensor(self, name: str, begin: int = 0, end: int | None = None) -> Any:
+        """The tensor, or what stands from ``begin`` to ``end`` in its first dimension."""
 
 
 def read_weights(
-    place: Path, files: Sequence[TensorFile], spec: ModelSpec, dtype: str | None, mesh: Mesh = ONE
+    place: Path,
+    files: Sequence[TensorFile],
+    spec: ModelSpec,
+    dtype: str | None,
+    mesh: Mesh = ONE,
+    weight_dtype: str | None = None,
+    on_values: OnValues | None = None,
 ) -> Params:
     """The params tree of a model, read one tensor at a time; on a mesh each process reads its part of it.
 
@@ -73,22 +89,40 @@ def read_weights(
       spec: what the tensors must be.
       dtype: of the result, or None for the embedding's stored one.
       mesh: the devices they are sharded over.
+      weight_dtype: of matrices ("int8", "int4"), or None for ``dtype``. A scale may count inputs that lie on
+        several devices, so each process quantises whole matrices and keeps its part.
+      on_values: called with each matrix before it is quantised.
 
     Raises:
       ModelError: missing, unknown, twice stored or wrongly shaped tensors, all named.
     """
     entries = table(spec)
+    files = [Mxfp4(files)] if spec.family == "gpt_oss" else files
     holder = _locate(place, files, entries, spec)
     embed = entries[0].name
     dtype = dtype or _STORED[holder[embed].header(embed)[1]]
     params: Params = {"layers": [{} for _ in range(spec.num_layers)]}
+    for path, shape, pieces in _stacks(entries, holder, spec):
+        how = mesh.spec(LETTERS[str(path[-1])], shape)
+        read = functools.partial(_stacked, shape, dtype, pieces)
+        _node(params, path)[path[-1]] = mesh.build(shape, how, read)
     for entry in entries:
+        if _of_experts(entry):
+            continue
         file = holder[entry.name]
-        stored = file.tensor(entry.name) if mesh == ONE else file.slices(entry.name)
+        whole = mesh == ONE or (weight_dtype and str(entry.paths[0][-1]) in INPUTS)
+        stored = file.tensor(entry.name) if whole else file.slices(entry.name)
         for at, (path, shape) in enumerate(zip(entry.paths, entry.shapes)):
-            how = mesh.spec(LETTERS.get(str(path[-1]), ""), shape)
-            read = functools.partial(_part, entry, stored, at, dtype)
-            _node(params, path)[path[-1]] = mesh.build(shape, how, read)
+            name = str(path[-1])
+            if weight_dtype and name in INPUTS:
+                values = entry.part(stored, at, (slice(None),) * len(shape))
+                if on_values:
+                    on_values(path, values)
+                leaf = mesh.place(quantised(values, name, weight_dtype, dtype), LETTERS[name])
+            else:
+                how = mesh.spec(LETTERS.get(name, ""), shape)
+                leaf = mesh.build(shape, how, functools.partial(_part, entry, stored, at, dtype))
+            _node(params, path)[path[-1]] = leaf
     twice = spec.tied and HEAD in holder
     if twice and not np.array_equal(holder[HEAD].tensor(HEAD), holder[embed].tensor(embed)):
         raise ModelError(
@@ -96,6 +130,50 @@ def read_weights(
             "Set tie_word_embeddings to false in config.json if the head was trained, else remove the tensor."
         )
     return params
+
+
+def _of_experts(entry: Entry) -> bool:
+    """Is it read expert by expert?"""
+    return isinstance(entry, Alternating) or isinstance(entry.paths[0][-1], int)
+
+
+def _stacks(
+    entries: Sequence[Entry], holder: Mapping[str, TensorFile], spec: ModelSpec
+) -> Iterator[tuple[tuple[str | int, ...], tuple[int, ...], Piece]]:
+    """Path and shape of each leaf [E, ...], and how to read a part of one expert."""
+    single: dict[tuple[str | int, ...], list[Entry]] = {}
+    for entry in filter(_of_experts, entries):
+        if isinstance(entry, Alternating):
+            for at, (path, shape) in enumerate(zip(entry.paths, entry.shapes)):
+                yield path, shape, functools.partial(_piece_of_stack, entry, holder[entry.name], at)
+        else:
+            single.setdefault(entry.paths[0][:-1], []).append(entry)
+    for path, of_experts in single.items():
+        shape = (len(of_experts), *of_experts[0].shapes[0])
+        yield path, shape, functools.partial(_piece_of_one, of_experts, holder)
+
+
+def _piece_of_stack(
+    entry: Entry, file: TensorFile, at: int, expert: int, index: tuple[slice, ...]
+) -> np.ndarray:
+    stored = file.tensor(entry.name, expert, expert + 1)
+    return entry.part(stored, at, (slice(None), *index))[0]  # type: ignore[no-any-return]
+
+
+def _piece_of_one(
+    entries: Sequence[Entry], holder: Mapping[str, TensorFile], expert: int, index: tuple[slice, ...]
+) -> np.ndarray:
+    entry = entries[expert]
+    return entry.part(holder[entry.name].tensor(entry.name), 0, index)
+
+
+def _stacked(shape: tuple[int, ...], dtype: str, piece: Piece, index: tuple[slice, ...]) -> np.ndarray:
+    """A part of a leaf [E, ...]; in memory are that part and one expert."""
+    cut = [range(*one.indices(n)) for one, n in zip(index, shape)]
+    whole = aligned(tuple(map(len, cut)), dtype)
+    for at, expert in enumerate(cut[0]):
+        whole[at] = cast(piece(expert, index[1:]), dtype, "a tensor of experts")
+    return whole
 
 
 def _part(entry: Entry, stored: Any, at: int, dtype: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -135,7 +213,7 @@ def write_weights(
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {}
         for e in shard:
-            arrays = [np.asarray(_node(params, path)[path[-1]]) for path in e.paths]
+            arrays = [_array(params, path) for path in e.paths]
             tensors[e.name] = e.theirs([cast(array, dtype, e.name) for array in arrays])
             index[e.name] = file
         # transformers refuses a file without a format.
@@ -146,9 +224,16 @@ def write_weights(
         (folder / INDEX).write_text(json.dumps(whole, indent=2) + "\n")
 
 
+def _array(params: Params, path: tuple[str | int, ...]) -> np.ndarray:
+    *_, last = path
+    if isinstance(last, int):  # one expert; as NumPy's, because jax would compile a slice of each
+        return np.asarray(_node(params, path))[last]  # type: ignore[no-any-return]
+    return np.asarray(_node(params, path)[last])
+
+
 def check_params(spec: ModelSpec, params: Params) -> None:
     """Raises one ModelError that lists every difference between a params tree and its spec."""
-    wanted = {path: shape for entry in table(spec) for path, shape in zip(entry.paths, entry.shapes)}
+    wanted = dict(_leaves(shapes(spec), ()))
     present = {path: tuple(np.shape(leaf)) for path, leaf in _leaves(params, ())}
     faults = [f"{_dotted(p)} is missing" for p in wanted.keys() - present.keys()]
     faults += [f"{_dotted(p)} is unknown" for p in present.keys() - wanted.keys()]
@@ -163,8 +248,13 @@ def check_params(spec: ModelSpec, params: Params) -> None:
         )
 
 
-def open_folder(folder: Path, spec: ModelSpec) -> list[TensorFile]:
+def open_folder(folder: Path, spec: ModelSpec, blocks: Blocks | None = None) -> list[TensorFile]:
     """The safetensors files of a folder: model.safetensors, or shards and their index.
+
+    Args:
+      folder: of the model.
+      spec: its sizes.
+      blocks: how FP8 tensors are scaled, if there are any.
 
     Raises:
       ModelError: no such files, some of them missing, or damaged ones.
@@ -176,7 +266,8 @@ def open_folder(folder: Path, spec: ModelSpec) -> list[TensorFile]:
             f"{folder} lacks {len(missing)} of the {len(names)} files that {INDEX} names: "
             f"{', '.join(missing)}. Download them into the folder."
         )
-    return [_Safetensors(folder / name, spec) for name in names]
+    files = [_Safetensors(folder / name, spec) for name in names]
+    return [_Fp8(file, files, blocks) for file in files] if blocks else [*files]
 
 
 class _Safetensors:
@@ -210,18 +301,68 @@ class _Safetensors:
     def slices(self, name: str) -> Any:
         return self._file.get_slice(self._stored[name])
 
-    def tensor(self, name: str) -> np.ndarray:
+    def tensor(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
         """In memory of its own: the pages of a mapped file would count as the process' until it is closed."""
         about = self._header[self._stored[name]]
-        tensor = aligned(tuple(about["shape"]), _STORED[about["dtype"]])
+        first, *rest = about["shape"]
+        end = first if end is None else end
+        tensor = aligned((end - begin, *rest), _DTYPES[about["dtype"]])
         memory = tensor.reshape(-1).view(np.uint8).data
         with open(self.path, "rb", buffering=0) as file:
-            file.seek(self.header_size + about["data_offsets"][0])
+            before = begin * tensor.dtype.itemsize * math.prod(rest)
+            file.seek(self.header_size + about["data_offsets"][0] + before)
             while memory and (count := file.readinto(memory)):  # a call reads 2 GiB at most
                 memory = memory[count:]
         if memory:
             raise ModelError(f"{self.path} has become shorter while it was read. Load it again.")
         return tensor
+
+
+class _Fp8:
+    """A file of a checkpoint in FP8: its tensors widened, their scales hidden."""
+
+    fits, mend = _Safetensors.fits, _Safetensors.mend
+    types: Collection[str] = (*_STORED, STORED)
+
+    def __init__(self, file: _Safetensors, files: Sequence[_Safetensors], blocks: Blocks) -> None:
+        self.path, self.header_size = file.path, file.header_size
+        self._file, self._files, self._blocks = file, files, blocks
+        self.names = [name for name in file.names if not name.endswith(SCALES)]
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        shape, dtype = self._file.header(name)
+        if dtype == STORED:
+            self._scales(name, shape)
+        return shape, dtype
+
+    def slices(self, name: str) -> Any:
+        return self._widened(name) if self._file.header(name)[1] == STORED else self._file.slices(name)
+
+    def tensor(self, name: str, begin: int = 0, end: int | None = None) -> Any:
+        if self._file.header(name)[1] != STORED:
+            return self._file.tensor(name, begin, end)
+        widened = self._widened(name)
+        return widened if begin == 0 and end is None else widened[(slice(begin, end),)]
+
+    def _widened(self, name: str) -> Widened:
+        # The whole tensor even where a part is read: safetensors cannot slice FP8 with NumPy.
+        shape, _ = self._file.header(name)
+        return Widened(self._file.tensor(name), self._scales(name, shape), self._blocks)
+
+    def _scales(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """They may be in another file."""
+        wanted = tuple(-(-size // block) for size, block in zip(shape, self._blocks))
+        scales = name + SCALES
+        holder = next((file for file in self._files if scales in file.names), None)
+        kept = None if holder is None else holder.header(scales)
+        if holder is None or kept is None or kept[0] != wanted or kept[1] not in _STORED or len(shape) != 2:
+            what = "is missing" if kept is None else f"is {kept[1]} {list(kept[0])}"
+            raise ModelError(
+                f"{self.path} stores {name} {list(shape)} in FP8, and {scales} {what}; it must be "
+                f"{list(wanted)}, a scale for each block of {' x '.join(map(str, self._blocks))}. Download "
+                "the folder again."
+            )
+        return holder.tensor(scales)
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -266,7 +407,7 @@ def _locate(
             shape, dtype = file.header(name)
             if shape != wanted[name]:
                 faults.append(f"{name} is {list(shape)} instead of {list(wanted[name])}")
-            if dtype.startswith("F8_"):
+            if dtype.startswith("F8_") and dtype not in file.types:
                 raise ModelError(
                     f"{place} stores {name} as {dtype}, and nothing in its config.json says how FP8 numbers "
                     "are scaled. Use the config.json that came with these weights, or their bfloat16 version."
@@ -301,7 +442,8 @@ def _node(params: Params, path: tuple[str | int, ...]) -> Any:
 
 
 def _leaves(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    if isinstance(node, dict | list | tuple):
+    """Path and leaf of each leaf; the shapes of ``decoder.shapes`` are leaves."""
+    if isinstance(node, dict | list):
         for key, child in node.items() if isinstance(node, dict) else enumerate(node):
             yield from _leaves(child, (*path, key))
     else:

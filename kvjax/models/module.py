@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STDDEV = 0.02
 """Standard deviation of every drawn weight (GPT-2's)."""
 
-RESIDUAL_WRITERS = ("wo", "w_down")
+RESIDUAL_WRITERS = ("wo", "w_down", "experts_down")
 """Leaves that add to the residual stream: 2 L of them, so each is drawn sqrt(2 L) smaller."""
 
 
@@ -38,7 +38,7 @@ def draw(spec: ModelSpec, name: str, shape: tuple[int, ...], rngs: nnx.Rngs) -> 
 def _draw(spec: ModelSpec, rngs: nnx.Rngs, name: str, shape: tuple[int, ...]) -> Array:
     if name.endswith("norm"):
         return jnp.full(shape, 0.0 if spec.norm == "rms_plus_one" else 1.0, jnp.float32)
-    if name.endswith("bias") or name.startswith("b"):
+    if name.endswith("bias") or name.startswith("b") or name == "sinks":
         return jnp.zeros(shape, jnp.float32)
     scale = STDDEV / math.sqrt(2 * spec.num_layers) if name in RESIDUAL_WRITERS else STDDEV
     return scale * jax.random.normal(rngs.params(), shape, jnp.float32)

@@ -116,7 +116,9 @@ class Rope:
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Angles per position of the turning pairs, float32 [H / 2] (or that fraction), fastest first."""
         turning = int(head_dim * self.fraction)
-        freq = self.theta ** (-np.arange(0, turning, 2, dtype=np.float64) / turning)
+        # Exponents are rounded to float32, as where models are trained: thirds and the like move the result.
+        exponents = np.arange(0, turning, 2, dtype=np.float32) / np.float32(turning)
+        freq = self.theta ** -exponents.astype(np.float64)
         s = self.scaling
         if isinstance(s, LinearScaling):
             freq = freq / s.factor

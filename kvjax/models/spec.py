@@ -7,11 +7,31 @@ from typing import Literal
 
 from kvjax.models.rope import LinearScaling, Llama3Scaling, LongRope, Rope, Yarn
 
-__all__ = ["LinearScaling", "Llama3Scaling", "LongRope", "ModelSpec", "Rope", "Yarn"]
+__all__ = ["Experts", "LinearScaling", "Llama3Scaling", "LongRope", "ModelSpec", "Rope", "Yarn"]
 
 FamilyName = Literal[
-    "llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gpt2", "smollm3", "granite"
+    *("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gpt2", "smollm3", "granite"),
+    *("qwen3_moe", "mixtral", "gpt_oss"),
 ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Layers whose MLP is a choice of experts for each token.
+
+    Attributes:
+      count: E, experts of a layer.
+      chosen: how many of them a token goes through.
+      width: F of each.
+      normed: the weights of the chosen experts add up to 1; else they are shares among all experts.
+      dense_layers: layers that have one MLP of ``ModelSpec.mlp_dim`` instead.
+    """
+
+    count: int
+    chosen: int
+    width: int
+    normed: bool = True
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +54,10 @@ class ModelSpec:
       embedding_multiplier, residual_multiplier, logits_divisor: factors on embeddings, on what attention and
         MLP add, and the divisor of logits (Granite).
       attn_softcap, final_softcap: c in c tanh(x / c), for scores before the mask, for logits; or None.
-      mlp: "swiglu" and "geglu" gate, "gelu" does not (both GELUs in the tanh form).
+      mlp: "swiglu" and "geglu" gate, "gelu" does not (both GELUs in the tanh form); "swiglu_clipped" is
+        gpt-oss's (``kvjax.models.activations``).
+      experts: of layers with a mixture of experts; or None.
+      sinks: each query head has a learned logit in the sum of its softmax, which no value stands behind.
       qkv_bias: biases of the query, key and value maps.
       linear_bias: biases of every other map of a layer.
       tied: logits come from the embedding.
@@ -67,7 +90,9 @@ class ModelSpec:
     logits_divisor: float = 1.0
     attn_softcap: float | None = None
     final_softcap: float | None = None
-    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    mlp: Literal["swiglu", "swiglu_clipped", "geglu", "gelu"] = "swiglu"
+    experts: Experts | None = None
+    sinks: bool = False
     qkv_bias: bool = False
     linear_bias: bool = False
     tied: bool = True
@@ -93,6 +118,11 @@ class ModelSpec:
     def groups(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_experts(self) -> int | None:
+        """E, where layers have experts."""
+        return None if self.experts is None else self.experts.count
 
     @property
     def query_gain(self) -> float:

@@ -61,6 +61,7 @@ class Options:
     dtype: str | None = shared(
         "--dtype", help="of weights and cache (default: as config.json says; shapes by name bfloat16)"
     )
+    weight_dtype: str | None = shared("--weight-dtype", help="quantise weights to it (default: no)")
     share: float | None = option(
         None, "of the tokens that stays, if the policy learns or votes that", type=_SHARE
     )
@@ -115,6 +116,7 @@ def parse(argv: Sequence[str]) -> Question:
         rows=options.rows,
         context=options.context,
         dtype=options.dtype or dtype,
+        weight_dtype=options.weight_dtype,
         share=options.share,
         imbalance=options.imbalance,
         chunk=options.chunk,

@@ -26,6 +26,7 @@ class Deployment:
       rows: B.
       context: tokens that every row has seen.
       dtype: of weights and cache.
+      weight_dtype: what matrices are quantised to, or None.
       share: of the tokens that learned admission may admit, or that a vote may keep, those that stay; None if
         the policy itself decides.
       imbalance: slots on the fullest device over the mean of all devices, where heads are filled unevenly.
@@ -39,6 +40,7 @@ class Deployment:
     rows: int
     context: int
     dtype: str = "bfloat16"
+    weight_dtype: str | None = None
     share: float | None = None
     imbalance: float = 1.0
     chunk: int = 256
@@ -46,7 +48,7 @@ class Deployment:
 
     @property
     def network(self) -> Decoder:
-        return Decoder(self.spec)
+        return Decoder(self.spec).on(self.mesh)
 
     def shallow(self, layers: int) -> Deployment:
         """The same with the first layers only, which hold what they hold in the whole model."""
@@ -80,7 +82,8 @@ class Deployment:
 
     def check_mesh(self) -> None:
         """Raises MeshError: the mesh does not divide rows or heads."""
-        self.mesh.check("plan", rows=self.rows, heads=self.spec.num_heads, kv_heads=self.spec.num_kv_heads)
+        heads, kv_heads, experts = self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_experts
+        self.mesh.check("plan", rows=self.rows, heads=heads, kv_heads=kv_heads, experts=experts)
 
 
 def learned_admission(policy: Policy) -> bool:

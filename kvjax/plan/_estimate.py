@@ -73,6 +73,7 @@ def bytes_like(case: Deployment, compiled: Compiled) -> Bytes:
     between = (compiled.program.temporary + compiled.program.outputs) * times
     if compiled.reading:  # the input of a layer exists beside its output
         between += case.device_rows * case.read_at_once * case.spec.model_dim * case.itemsize
+        between += shapes.full_cache(case) if case.policy.eviction.replays else 0
     held = resident(case, reading=compiled.reading)
     return dataclasses.replace(
         held,
@@ -113,7 +114,8 @@ def roofline(case: Deployment, compiled: Compiled, chip: Chip) -> Roofline:
     walked = sum(layer.walked for layer in layers) if compiled.program.kernels == "xla" else cache
     storage, dim = case.policy.storage, case.spec.head_dim
     key = storage.width(dim) * jnp.dtype(storage.dtype(jnp.dtype(case.dtype))).itemsize
-    flops = 2.0 * case.device_rows * (model / case.itemsize) + 2.0 * case.spec.groups * cache / key * dim
+    whole = shapes.device_bytes(shapes.read_every_step(dataclasses.replace(case, weight_dtype=None)))
+    flops = 2.0 * case.device_rows * (whole / case.itemsize) + 2.0 * case.spec.groups * cache / key * dim
     sent = compiled.program.sent * case.rows / compiled.case.rows
     seconds, compiled_seconds = (
         max((weights + read) / chip.bandwidth, flops / chip.flops) + sent / chip.links

@@ -171,7 +171,10 @@ def prefill(case: Deployment, target: aot.Target) -> Program:
     x = jax.ShapeDtypeStruct(entering, jnp.dtype(case.dtype), sharding=mesh.sharding(ROWS))
     network = one.network.at(case.context)
     arguments: tuple[Any, ...]
-    if policy.whole_prompt:
+    if policy.eviction.replays:  # the first pass; a piece runs the same layer behind it
+        arguments = network, case.spec.windows[0], block, x, numbers, mesh
+        traced = decode.hold_layer.trace(*arguments)
+    elif policy.whole_prompt:
         seeds = shapes.replicated(mesh, (rows,), "uint32")
         sizes = case.spec.windows[0], cache.ring.window
         arguments = network, policy, *sizes, block, own, index, x, numbers, seeds, mesh

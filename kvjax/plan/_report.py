@@ -30,7 +30,7 @@ def lines(question: Question, plan: DevicePlan) -> Iterator[str]:
     case, chip, program = question.case, question.chip, plan.step.program
     mesh = f"{case.mesh!r}{', the mesh with the fewest bytes a device' if question.chosen else ''}"
     yield f"{question.model} under {case.policy!r} on {question.topology} ({plan.kind}), {mesh}"
-    yield f"{case.rows} rows of {case.context} tokens{_shares(case)}, {case.dtype}"
+    yield f"{case.rows} rows of {case.context} tokens{_shares(case)}, {case.dtype}{_weights(case)}"
     wheels = ", ".join(f"{name} {version}" for name, version in plan.wheels.items())
     depths = f"{case.spec.num_layers} layers extrapolated from {' and '.join(map(str, program.depths))}"
     if len(program.depths) == 1:
@@ -97,6 +97,10 @@ def _roofline(question: Question, plan: DevicePlan) -> Iterator[str]:
     yield f"  {question.case.rows / least.seconds:.0f} tokens a second at most, all rows together"
 
 
+def _weights(case: Deployment) -> str:
+    return f", weights {case.weight_dtype}" if case.weight_dtype else ""
+
+
 def as_json(question: Question, plan: DevicePlan) -> dict[str, Any]:
     """The same as a JSON object; bytes are of one device."""
     case, chip = question.case, question.chip
@@ -112,6 +116,7 @@ def as_json(question: Question, plan: DevicePlan) -> dict[str, Any]:
         "share": case.share,
         "imbalance": case.fullest,
         "dtype": case.dtype,
+        "weight_dtype": case.weight_dtype,
         "layers": case.spec.num_layers,
         "compiled_layers": list(plan.step.program.depths),
         "compiled_rows": {"step": plan.step.case.rows, "prefill": plan.prefill and plan.prefill.case.rows},

@@ -17,7 +17,7 @@ from kvjax.cache import pool
 from kvjax.cache import state as states
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.models import decoder
+from kvjax.models import decoder, quantised
 from kvjax.models.spec import ModelSpec
 from kvjax.plan._deployment import Deployment, learned_admission
 from kvjax.sharding.mesh import Mesh
@@ -37,9 +37,16 @@ def device_bytes(tree: Any) -> int:
 
 def params(case: Deployment) -> Params:
     """The model's weights."""
-    dtype, is_shape = jnp.dtype(case.dtype), lambda x: isinstance(x, tuple)
-    as_shape = lambda shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    tree = jax.tree.map(as_shape, decoder.shapes(case.spec), is_leaf=is_shape)
+    dtype, weight_dtype = jnp.dtype(case.dtype), case.weight_dtype
+
+    def leaf(path: Any, shape: tuple[int, ...]) -> Any:
+        name = path[-1].key
+        if weight_dtype and name in quantised.INPUTS:
+            return quantised.shapes(shape, name, weight_dtype, dtype).on_mesh()
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    tree = jax.tree_util.tree_map_with_path(leaf, decoder.shapes(case.spec), is_leaf=is_shape)
     return case.mesh.shapes(tree, case.mesh.of_model(case.network, tree))
 
 
@@ -58,6 +65,15 @@ def read_every_step(case: Deployment) -> Params:
     """The weights that a step reads whole: not the tables from which it takes one row a token."""
     tables = ("positions",) if case.spec.tied else ("positions", "embed")
     return {name: x for name, x in params(case).items() if name not in tables}
+
+
+def full_cache(case: Deployment) -> int:
+    """Bytes that a device holds of prompts that are fed twice.
+
+    That is keys, values and scores of all layers, and a piece's keys and values of one, at most as many.
+    """
+    slot = 2 * case.spec.head_dim * case.itemsize
+    return case.device_heads * case.read_at_once * (case.spec.num_layers * (slot + 4) + slot)
 
 
 # --- slots ---------------------------------------------------------------------------------------
@@ -172,7 +188,7 @@ def _layer_size(
     cache = mesh.shapes(cache, of_state(cache))
     ring, summary = cache.ring, device_bytes(cache.summary)
     ring_slots = heads * min(case.context, ring.window)
-    live = ring_slots * metrics.ring_slot(ring) + summary
+    live = ring_slots * metrics.ring_slot(ring) + device_bytes(ring.queries) + summary
     for pages, slots in zip(cache.pools, used):
         slot, page = metrics.page_costs(pages)
         live += heads * (slots * slot + -(-slots // pages.size) * page)

@@ -1,6 +1,7 @@
 """CONF-KV: keeps recent tokens and tokens that lately received attention; confidence sets how many.
 
-Li, Miao: CONF-KV: Confidence-Aware KV Cache Eviction with Mixed-Precision Storage for Long-Horizon LLM
+Li, Miao: CONF-KV: Confidence-Aware KV Cache Eviction with Mixed-Precision Storage for Long-Horizon LLM,
+https://arxiv.org/abs/2605.24786
 """
 
 from __future__ import annotations

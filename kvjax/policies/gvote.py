@@ -1,7 +1,9 @@
 """GVote: queries sampled from the prompt's statistics vote for the tokens that future queries will need.
 
-GVote: Adaptive Per-Request KV-Cache Compression without Manually Setting Budget (under review; section 3.3
-and algorithm 1). Written alone it ranks tokens and decides how many stay. Beside another budget it only
+Tang et al., GVote: Adaptive Per-Request KV-Cache Compression without Manually Setting Budget, section 3.3 and
+algorithm 1, https://arxiv.org/abs/2509.03136
+
+Written alone it ranks tokens and decides how many stay. Beside another budget it only
 ranks; beside another eviction it only decides how many stay (``kvjax.budgets.gvote``).
 """
 
@@ -33,7 +35,7 @@ class Votes(Ballot, Eviction):
         return self.votes(observed)[1]
 
 
-PRESETS = {"gvote": "gvote"}
+PRESETS = {"gvote": "gvote", "gvote-expected": "gvote(0.7, samples=inf, nucleus=expected)"}
 
 EXAMPLES = (
     Policy(eviction=Votes(0.5, samples=2, ahead=8), budget=Voted(0.5, samples=2, ahead=8)),

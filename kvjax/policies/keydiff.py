@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from kvjax.algebra import Eviction, Observation, Policy
+from kvjax.algebra import Every, Eviction, Observation, Policy
 from kvjax.budgets.uniform import Uniform
 from kvjax.types import Params
 
@@ -25,12 +25,13 @@ class KeyDiff(Eviction):
 
     Keys are taken after RoPE, as they are cached, and in float32 (in bf16 many scores would tie). The anchor
     is that of the whole prompt; the paper reads a prompt in blocks under the budget and renews the anchor
-    with each block. Protects nothing.
+    with each block. Protects nothing. Where the budget acts while decoding, the anchor is that of the keys
+    that are held.
     """
 
     name = "keydiff"
     needs = frozenset({"k"})
-    scores_prompt = True
+    scores_prompt = ranks_held = True
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         k = jnp.where((observed.pos >= 0)[:, None, :, None], observed.k.astype(jnp.float32), 0.0)
@@ -45,4 +46,7 @@ def _unit(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
 
 PRESETS = {"keydiff": "keydiff + uniform(0.25)"}
 
-EXAMPLES = (Policy(eviction=KeyDiff(), budget=Uniform(24)),)
+EXAMPLES = (
+    Policy(eviction=KeyDiff(), budget=Uniform(24)),
+    Policy(eviction=KeyDiff(), budget=Uniform(24, Every(8)), recent=4),
+)

@@ -1,6 +1,7 @@
 """KVP: a learned ranker per KV head predicts future attention from key, value and position.
 
 Moschella, Manduchi and Sener, Learning to Evict from Key-Value Cache, https://arxiv.org/abs/2602.10238
+(version 2, June 2026, adds RULER up to 128k tokens)
 
 An agent is a small network per layer and KV head; its inputs are what the cache holds of a token:
 

@@ -1,7 +1,7 @@
 """φ: a summary of fixed size, made of learned features, stands in for the tokens that a read leaves out.
 
-Hoshi, Miyashita and Deguchi, Top-K Retrieval with Fixed-Size Linear-Attention Completion,
-https://arxiv.org/abs/2604.05438
+Hoshi, Miyashita and Deguchi, Top-K Retrieval with Fixed-Size Linear-Attention Completion (version 2:
+Residual-Mass Accounting for Partial-KV Decoding), https://arxiv.org/abs/2604.05438
 
 A layer has one map of queries per query head and one of keys per KV head, both applied after RoPE. The
 paper's map,

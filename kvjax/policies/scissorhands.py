@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from kvjax.algebra import Eviction, Observation, Policy, Whole
 from kvjax.budgets.uniform import Uniform
-from kvjax.types import Params
+from kvjax.types import EMPTY, Params
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -33,8 +33,8 @@ class Scissorhands(Eviction):
     A query that sees n tokens gives 1 / n in the mean; a query does not count tokens after it. Counts are
     added over a group's heads and tie often: equal counts keep the lowest positions.
 
-    For prompts only: each query has a threshold of its own, but reads return sums over queries; and a window
-    that slides with every step would need ``window`` bits per slot.
+    Each query has a threshold of its own, but reads return sums over queries. So where the budget acts while
+    decoding, the history's queries are kept, and n counts the tokens that are still held.
 
     Attributes:
       window: queries of the history (fewer in shorter rows).
@@ -44,7 +44,7 @@ class Scissorhands(Eviction):
     name = "scissorhands"
     arguments = {"window": Whole(1, by_positions=True), "recent": Whole()}
     needs = frozenset({"q", "k"})
-    scores_prompt = True
+    scores_prompt = ranks_held = True
     window: int = 400
     recent: int = 10
 
@@ -52,24 +52,31 @@ class Scissorhands(Eviction):
     def protects(self) -> int:
         return self.recent
 
-    def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
-        steps = -(-min(self.window, observed.k.shape[2]) // BLOCK)
-        first = observed.total - self.window
+    @property
+    def queries(self) -> int:
+        return self.window
 
-        def count(counts: Float[Array, "B K T"], step: Int[Array, ""]) -> tuple[Array, None]:
-            # Blocks are counted back from the last token; queries before the history do not count.
-            at = observed.total[:, None] - 1 - step * BLOCK - jnp.arange(BLOCK)[None, :]
-            at = jnp.where(at >= jnp.maximum(first, 0)[:, None], at, -1)
-            return counts + _above_mean(observed, at), None
+    def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
+        q, at = observed.queries("q", self.window)
+        blocks = -(-q.shape[2] // BLOCK)
+        more = blocks * BLOCK - q.shape[2]
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, more), (0, 0)))
+        at = jnp.pad(at, ((0, 0), (0, more)), constant_values=EMPTY)
+
+        def count(counts: Float[Array, "B K T"], block: Int[Array, ""]) -> tuple[Array, None]:
+            of_block = jax.lax.dynamic_slice_in_dim(q, block * BLOCK, BLOCK, axis=2)
+            its_at = jax.lax.dynamic_slice_in_dim(at, block * BLOCK, BLOCK, axis=1)
+            return counts + _above_mean(observed, of_block, its_at), None
 
         start = jnp.zeros(observed.k.shape[:3], jnp.float32)
-        return jax.lax.scan(count, start, jnp.arange(steps))[0]
+        return jax.lax.scan(count, start, jnp.arange(blocks))[0]
 
 
-def _above_mean(observed: Observation, at: Int[Array, "B I"]) -> Float[Array, "B K T"]:
-    """How many (query, head) pairs attend to each token, for queries at positions ``at`` (negative: none)."""
+def _above_mean(
+    observed: Observation, q: Float[Array, "B N I H"], at: Int[Array, "B I"]
+) -> Float[Array, "B K T"]:
+    """How many (query, head) pairs attend to each token, for queries at positions ``at`` (EMPTY: none)."""
     rows, heads, t, h = observed.k.shape
-    q = jnp.take_along_axis(observed.q, jnp.maximum(at, 0)[:, None, :, None], axis=2)
     q = q.reshape(rows, heads, -1, at.shape[1], h)
     s = jnp.einsum(
         "bkgih,bkth->bkgit",
@@ -82,10 +89,8 @@ def _above_mean(observed: Observation, at: Int[Array, "B I"]) -> Float[Array, "B
     s = s * h**-0.5
     s = s if observed.softcap is None else observed.softcap * jnp.tanh(s / observed.softcap)
     s = jnp.where(sees[:, None, None], s, -jnp.inf)
-    mean = (
-        jax.nn.logsumexp(s, axis=-1, keepdims=True)
-        - jnp.log(jnp.maximum(at + 1.0, 1.0))[:, None, None, :, None]
-    )
+    seen = jnp.maximum(sees.sum(axis=-1), 1)[:, None, None, :, None]
+    mean = jax.nn.logsumexp(s, axis=-1, keepdims=True) - jnp.log(seen)
     high = (s >= mean - SLACK) & sees[:, None, None]
     return high.astype(jnp.float32).sum(axis=(2, 3))
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from kvjax.algebra import Eviction, Observation, Policy, PolicyError, Whole
+from kvjax.algebra import Every, Eviction, Observation, Policy, PolicyError, Whole
 from kvjax.budgets.ada import Ada
 from kvjax.budgets.pyramid import Pyramid
 from kvjax.budgets.uniform import Uniform
-from kvjax.types import EMPTY, Params
+from kvjax.types import Params
 from pallas_kernels.blockwise.api import blockwise, column_mass
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ class SnapKV(Eviction):
     beyond the ends and inside the window, per query head, before the mean over the group.
 
     Attributes:
-      window: number of queries that vote (fewer in shorter rows).
+      window: number of queries that vote (fewer in shorter rows). Where the budget acts while decoding, so
+        many newest queries are kept beside the ring, and neighbours are the held tokens in order of position.
       kernel: width of the smoothing, odd.
 
     Raises:
@@ -42,7 +43,7 @@ class SnapKV(Eviction):
         "kernel": Whole(1, "odd width", 255, by_positions=True),
     }
     needs = frozenset({"q", "k", "v"})
-    scores_prompt = True
+    scores_prompt = ranks_held = True
     window: int = 32
     kernel: int = 5
 
@@ -53,6 +54,10 @@ class SnapKV(Eviction):
 
     @property
     def protects(self) -> int:
+        return self.window
+
+    @property
+    def queries(self) -> int:
         return self.window
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
@@ -68,11 +73,9 @@ class SnapKV(Eviction):
 
     def _votes(self, observed: Observation) -> Float[Array, "B N T"]:
         """Mean attention of each row's last queries to every key, per query head."""
-        window = min(self.window, observed.q.shape[2])  # no row has more queries
-        at = observed.total[:, None] - window + jnp.arange(window)[None, :]
-        q = jnp.take_along_axis(observed.q, jnp.maximum(at, 0)[:, None, :, None], axis=2)
-        at = jnp.where(at >= 0, at, EMPTY)
+        q, at = observed.queries("q", self.window)
         _, lse = blockwise(q, observed.k, observed.v, q_pos=at, k_pos=observed.pos, softcap=observed.softcap)
+        lse = observed.with_sinks(lse)
         voters = (at >= 0).astype(jnp.float32)
         weights = voters / jnp.maximum(voters.sum(axis=-1, keepdims=True), 1.0)
         return column_mass(
@@ -86,4 +89,5 @@ EXAMPLES = (
     Policy(eviction=SnapKV(window=8), budget=Uniform(24)),
     Policy(eviction=SnapKV(window=8), budget=Ada(24)),
     Policy(eviction=SnapKV(window=8), budget=Pyramid(24), sinks=2),
+    Policy(eviction=SnapKV(window=8), budget=Uniform(24, Every(4)), sinks=2),
 )

@@ -1,7 +1,7 @@
 """Top-K: reads only the tokens of the prompt's middle with the highest scores for the query.
 
-Hoshi, Miyashita and Deguchi, Top-K Retrieval with Fixed-Size Linear-Attention Completion,
-https://arxiv.org/abs/2604.05438
+Hoshi, Miyashita and Deguchi, Top-K Retrieval with Fixed-Size Linear-Attention Completion (version 2:
+Residual-Mass Accounting for Partial-KV Decoding), https://arxiv.org/abs/2604.05438
 
 The search is exhaustive: it reads every key of the middle in place, and no value. The query heads of a group
 share one set, chosen by the largest of their scores. The prompt's ends and generated tokens are always read.

@@ -1,7 +1,7 @@
-"""WG-KV: a learned gate decides on arrival which tokens outlive the window.
+"""WG-KV (KV Admission): a learned gate decides on arrival which tokens outlive the window.
 
-Huang et al., Learning What to Write: Write-Gated KV for Efficient Long-Context Inference,
-https://arxiv.org/abs/2512.17452
+Huang et al., KV Admission: Learning What to Write for Efficient Long-Context LLM Inference (version 3;
+before: Learning What to Write: Write-Gated KV), https://arxiv.org/abs/2512.17452
 
 A gate is a small network per layer and KV head on the key before and after RoPE,
 

@@ -164,12 +164,16 @@ def _kind(name: str) -> str:
 
 
 def _per_head(parts: Sequence[Part], name: str) -> np.ndarray:
-    """An array [B, K, ...] of the whole state."""
+    """An array [B, K, ...] of the whole state, or [B, N, ...] with a group's query heads together."""
     first = parts[0][1][name]
-    array = np.zeros((*parts[0][0].whole, *first.shape[2:]), first.dtype)
+    rows, heads = parts[0][0].whole
+    own = parts[0][0].heads
+    group = first.shape[1] // (own[1] - own[0])
+    array = np.zeros((rows, heads, group, *first.shape[2:]), first.dtype)
     for block, arrays in parts:
-        array[block.index] = arrays[name]
-    return array
+        part = arrays[name]
+        array[block.index] = part.reshape(len(part), -1, group, *part.shape[2:])
+    return array.reshape(rows, heads * group, *first.shape[2:])
 
 
 def _listed(parts: Sequence[Part], name: str, counts: np.ndarray) -> np.ndarray:

@@ -85,9 +85,10 @@ def open(
     head = files[0].head
     saved_policy = check(str(path), head, model, policy, label)
     parts, rows = _parts(files, saved_policy, model)
-    target.check(call, rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads)
+    experts = getattr(network, "num_experts", None)
+    target.check(call, rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads, experts=experts)
     try:
-        arrays = _arrays(parts, most_bytes)
+        arrays = _arrays(parts, saved_policy, most_bytes)
     except StateError as error:
         check_consistent("open", target, {"the content": str(error)})
         raise
@@ -95,7 +96,7 @@ def open(
     layers = []
     for index, sizes in enumerate(head["layers"]):
         own = _under(arrays, f"{index}.")
-        ring = _take_ring(_under(own, "ring."), sizes["window"])
+        ring = _take_ring(_under(own, "ring."), sizes["window"], saved_policy.queries)
         kv, dim = ring.k.shape[1], ring.k.shape[3]
         shapes = functools.partial(saved_policy.completion.empty, rows, kv, dim, head["context"])
         empty = jax.eval_shape(shapes) if sizes["summary"] else None
@@ -127,14 +128,17 @@ def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarra
     return {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
 
 
-def _take_ring(arrays: Mapping[str, np.ndarray], window: int) -> Ring:
-    def whole(x: np.ndarray) -> Any:
-        wide = np.zeros((*x.shape[:2], window, *x.shape[3:]), x.dtype)
+def _take_ring(arrays: Mapping[str, np.ndarray], window: int, queries: Mapping[str, int]) -> Ring:
+    def whole(x: np.ndarray, slots: int = window) -> Any:
+        wide = np.zeros((*x.shape[:2], slots, *x.shape[3:]), x.dtype)
         wide[:, :, : x.shape[2]] = x
         return wide
 
     meta = {name: whole(x) for name, x in _under(arrays, "meta.").items()}
-    return Ring(k=whole(arrays["k"]), v=whole(arrays["v"]), admit=whole(arrays["admit"]), meta=meta)
+    asked = {name: whole(x, queries[name]) for name, x in _under(arrays, "queries.").items()}
+    return Ring(
+        k=whole(arrays["k"]), v=whole(arrays["v"]), admit=whole(arrays["admit"]), meta=meta, queries=asked
+    )
 
 
 def _take_pages(
@@ -250,14 +254,16 @@ def _parts(files: Sequence[StateFile], policy: Policy, model: Weighted) -> tuple
     return parts, whole[0]
 
 
-def _arrays(parts: Sequence[_Part], most_bytes: int | None) -> dict[str, np.ndarray]:
+def _arrays(parts: Sequence[_Part], policy: Policy, most_bytes: int | None) -> dict[str, np.ndarray]:
     """The arrays of the whole state, which are what the head says."""
     call, head = parts[0].file.call, parts[0].file.head
     stored = sum(part.file.nbytes for part in parts)
     _check_room(call, stored, most_bytes)
     read = [part.file.arrays() for part in parts]
     written = max(int(arrays["length"].max()) for arrays in read)
-    sizes = [check_content(call, arrays, part.wanted, head, written) for part, arrays in zip(parts, read)]
+    sizes = [
+        check_content(call, arrays, part.wanted, head, policy, written) for part, arrays in zip(parts, read)
+    ]
     _check_room(call, sum(sizes), most_bytes)
     blocks = [(part.block, arrays) for part, arrays in zip(parts, read) if part.block is not None]
     return device_parts.join(blocks, head["layers"]) if blocks else read[0]

@@ -106,6 +106,9 @@ def expected(
         arrays |= {f"{index}.ring.{name}": (dtype, (*ring, dim)) for name in "kv"}
         arrays[f"{index}.ring.admit"] = np.dtype(bool), ring
         arrays |= _kept(f"{index}.ring.meta", policy, ring)
+        per_row = heads * network.num_heads // network.num_kv_heads
+        for name in policy.queries if pools else ():
+            arrays[f"{index}.ring.queries.{name}"] = dtype, (rows, per_row, "queries", dim)
         summary = []
         if pools:
             summary = jax.tree.leaves(
@@ -166,7 +169,12 @@ def check_shapes(call: str, shapes: Mapping[str, Shape], wanted: Expected) -> No
 
 
 def check_content(
-    call: str, arrays: Mapping[str, np.ndarray], wanted: Expected, head: Mapping[str, Any], written: int
+    call: str,
+    arrays: Mapping[str, np.ndarray],
+    wanted: Expected,
+    head: Mapping[str, Any],
+    policy: Policy,
+    written: int,
 ) -> int:
     """Checks arrays whose length the content decides.
 
@@ -175,6 +183,7 @@ def check_content(
       arrays: of a file, which passed ``check_shapes``.
       wanted: what they should be.
       head: of the file.
+      policy: it was made under.
       written: most tokens that a row of the whole state has seen.
 
     Returns:
@@ -184,8 +193,9 @@ def check_content(
       StateError: lists, positions or sizes that no state has.
     """
     context = head["context"]
-    numbers: dict[str, int] = {}  # that the file must have
-    whole: dict[str, int] = {}  # in the caches
+    most = max(policy.queries.values(), default=0)
+    numbers = {"queries": min(most, written)}  # that the file must have
+    whole = {"queries": most}  # in the caches
     tables = 0
     _check_range(call, "length", arrays["length"], context)
     _check_range(call, "total", arrays["total"], context)

@@ -162,6 +162,7 @@ def _put_layer(arrays: dict[str, np.ndarray], at: str, cache: LayerCache, writte
 
 def _put_ring(arrays: dict[str, np.ndarray], at: str, ring: Ring, written: int) -> None:
     named = {"k": ring.k, "v": ring.v, "admit": ring.admit} | {f"meta.{n}": x for n, x in ring.meta.items()}
+    named |= {f"queries.{name}": q for name, q in ring.queries.items()}
     arrays |= {f"{at}.{name}": np.asarray(value)[:, :, :written] for name, value in named.items()}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax import catalogue, cli, weights
-from kvjax.algebra import Policy
+from kvjax.algebra import Policy, Wrapper
 from kvjax.cli import option, shared, whole
 from kvjax.loading import LanguageModel
 from kvjax.weights import Source
@@ -49,6 +49,7 @@ class Options:
     auto: str = ""
     weights: dict[str, Source] = option(add=weights.add_options)
     dtype: str | None = shared("--dtype")
+    weight_dtype: str | None = shared("--weight-dtype")
     mesh: str | None = shared("--mesh")
     chunk: int = option(256, "prompt tokens read at a time", type=_TOKENS)
     max_new_tokens: int | None = option(
@@ -127,7 +128,8 @@ def _policies() -> str:
     lines += [""]
     places: dict[str, list[str]] = {}
     for kind in catalogue.parts().values():
-        places.setdefault(kind.place, []).append(kind.name)
+        place = "wrapper" if issubclass(kind, Wrapper) else kind.place
+        places.setdefault(place, []).append(kind.name)
     places["protect"] = [f"{name}(n)" for name in catalogue.PROTECTIONS]
     for place, names in places.items():
         words = textwrap.fill(", ".join(sorted(names)), 76, subsequent_indent=" " * 15)

@@ -29,7 +29,7 @@ def run(options: Options) -> None:
         prompt = _find_prompt(options)
         if prompt is None:
             _check_chat(options)
-        model = load_model(options.model, options.dtype, options.mesh)
+        model = load_model(options.model, options.dtype, options.mesh, options.weight_dtype)
         turn = model.text.template is not None and not options.raw
         if options.system is not None and model.text.template is None:
             raise InputError(
@@ -102,14 +102,16 @@ def _print_note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def load_model(source: str | None, dtype: str | None, mesh: str | None = None) -> LanguageModel:
+def load_model(
+    source: str | None, dtype: str | None, mesh: str | None = None, weight_dtype: str | None = None
+) -> LanguageModel:
     """The model; its tokenizer is read too, so that a bad one is refused here.
 
     Raises:
       InputError: no such model, or one that cannot be read.
     """
     try:
-        model = load(source, dtype=dtype, mesh=mesh)
+        model = load(source, dtype=dtype, mesh=mesh, weight_dtype=weight_dtype)
         _ = model.text
         return model
     except OSError as error:

@@ -73,8 +73,14 @@ def permuted(letters: Callable[[Params], Params], params: Params, order: Order) 
     """
     layers = []
     for leaves, named, new in zip(params["layers"], letters(params)["layers"], order, strict=True):
-        axes = {name: at for name in leaves for at, letter in enumerate(named[name]) if letter in "KN"}
-        layers.append({n: in_order(x, new, axes[n]) if n in axes else x for n, x in leaves.items()})
+
+        def reordered(x: Any, dims: str, new: Order = new) -> Any:
+            axis = next((at for at, letter in enumerate(dims) if letter in "KN"), None)
+            if axis is None or x.shape[axis] == 1:  # a scale may have one for all inputs
+                return x
+            return in_order(x, np.asarray(new), axis)
+
+        layers.append(jax.tree.map(reordered, leaves, named))
     return params | {"layers": layers}
 
 

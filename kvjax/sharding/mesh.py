@@ -78,7 +78,9 @@ class Mesh:
         """Host values, the same in every process, where they belong: everywhere, or as ``specs`` says."""
         if self.grid is None:
             return jax.device_put(x)
-        return jax.tree.map(lambda leaf, spec: shard(leaf, self.sharding(spec)), x, spread(specs, x))
+        placed = jax.tree.map(lambda leaf, spec: shard(leaf, self.sharding(spec)), x, spread(specs, x))
+        knows = lambda x: hasattr(x, "on_mesh")  # noqa: E731
+        return jax.tree.map(lambda x: x.on_mesh() if knows(x) else x, placed, is_leaf=knows)
 
     def shapes(self, tree: Any, specs: Any) -> Any:
         """The shapes of a tree with the sharding that each leaf would have; no array is made."""
@@ -103,6 +105,10 @@ class Mesh:
             return made[str(index)]
 
         return jax.make_array_from_callback(shape, self.sharding(spec), once)
+
+    def place(self, weight: Any, letters: str) -> Any:
+        """Host arrays that lie as one weight of these dimensions, cut as it is."""
+        return self.put(weight, jax.tree.map(lambda x: self.spec(letters, x.shape), weight))
 
     def read(self, x: Any) -> Any:
         """NumPy values of arrays, the same in every process."""
@@ -176,7 +182,9 @@ class Mesh:
 
     # --- what it divides ---
 
-    def check(self, call: str, *, rows: int | None = None, heads: int, kv_heads: int) -> None:
+    def check(
+        self, call: str, *, rows: int | None = None, heads: int, kv_heads: int, experts: int | None = None
+    ) -> None:
         """Refuses sizes that the mesh does not divide.
 
         Raises:
@@ -194,6 +202,11 @@ class Mesh:
             raise MeshError(
                 f"{call}: tensor={tensor} x context={context} does not divide the model's {heads} query "
                 "heads. Take fewer devices along context; data takes the rest."
+            )
+        if experts is not None and experts % (tensor * context):
+            raise MeshError(
+                f"{call}: tensor={tensor} x context={context} does not divide the model's {experts} experts. "
+                "Take fewer devices along these axes; data takes the rest."
             )
         if rows is not None and rows % data:
             raise MeshError(

@@ -4,7 +4,7 @@
   pool, refs, free               [D P, ...]      P pages of each of D devices; ids count within a device
   n_free, overflow               [D]             one per device; a number inside a device's program
   length, total, confidence      [B]             on every device: any process may look at them
-  a model's weights              by dimension    ``SERVED``: N, F and V over ``context`` too
+  a model's weights              by dimension    ``SERVED``: N, E, F and V over ``context`` too
   weights in training            by dimension    ``TRAINED``: D over ``data``, heads and F over ``tensor``
   a policy's learned weights     [K or N, ...]   by head, except leaves that all heads share
 
@@ -41,7 +41,7 @@ POOL = P((DATA, TENSOR))
 RESIDUAL = P(DATA, TENSOR, None)
 """The residual stream [B, T, D] between layers, in training."""
 
-SERVED: Mapping[str, tuple[str, ...]] = {"K": (TENSOR,), **dict.fromkeys("NFV", (TENSOR, CONTEXT))}
+SERVED: Mapping[str, tuple[str, ...]] = {"K": (TENSOR,), **dict.fromkeys("NEFV", (TENSOR, CONTEXT))}
 """Axes over which a served model's dimensions are cut, by the letters of ``kvjax.types``."""
 
 TRAINED: Mapping[str, tuple[str, ...]] = {
@@ -97,8 +97,8 @@ def of_learned(parts: Iterable[Any], weights: Mapping[str, Any]) -> dict[str, An
 
 
 def of_projection(leaf: Any) -> P:
-    """How a weight of ``Heads.project`` is cut: its last axis but one counts query heads."""
-    return P(*[None] * (leaf.ndim - 2), TENSOR) if leaf.ndim > 1 else WHOLE
+    """How a weight of ``Heads.project`` is cut: its first axis counts query heads, where it has several."""
+    return P(TENSOR) if leaf.ndim > 1 else WHOLE
 
 
 def spread(specs: Any, tree: Any) -> Any:

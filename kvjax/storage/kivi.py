@@ -11,7 +11,7 @@ tokens that will fill it, the group is opened with all their keys in view, as if
 not (a budget that evicts while decoding, a window shorter than a group, a token that moves into a hole), its
 range grows, and the group is coded again.
 
-Why: kvjax/DESIGN.md, 26.
+Why: kvjax/DESIGN.md, 30.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Kivi(Storage):
             )
         groups, parts = size // self.group, head_dim // self.channels(head_dim)
         return Grouped(
-            k=jax.ShapeDtypeStruct((groups, 2, head_dim), jnp.float16),
-            v=jax.ShapeDtypeStruct((size, 2, parts), jnp.float16),
+            k=jax.ShapeDtypeStruct((groups, 2, head_dim), jnp.float16),  # type: ignore[arg-type]
+            v=jax.ShapeDtypeStruct((size, 2, parts), jnp.float16),  # type: ignore[arg-type]
         )
 
     def slot_bytes(self, head_dim: int, model: jnp.dtype) -> float:

@@ -9,7 +9,7 @@ Why: kvjax/DESIGN.md, 13.
 from kvjax.weights._auto import chosen, is_auto
 from kvjax.weights._file import Learned, WeightsError, read_weights, save_weights
 from kvjax.weights._find import Found, find, load_weights, missing, shipped, weights_for
-from kvjax.weights._fingerprint import fingerprint
+from kvjax.weights._fingerprint import fingerprint, sampled_signs
 from kvjax.weights._sources import (
     DEFAULT,
     GATES,
@@ -39,6 +39,7 @@ __all__ = [
     "missing",
     "parse_sources",
     "read_weights",
+    "sampled_signs",
     "save_weights",
     "shipped",
     "sources",

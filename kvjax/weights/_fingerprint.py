@@ -29,7 +29,8 @@ def fingerprint(model: Weighted) -> str:
 
     SHA-256 over layers, KV heads and head dim, the name and shape of every parameter, and the signs of 256
     entries spread over each weight matrix: rounding to another float type keeps signs, any training of the
-    model flips some.
+    model flips some. Of quantised weights the signs are those that their model holds (``signs``), of the
+    file's values.
     """
     network, digest = model.network, hashlib.sha256()
     digest.update(f"{network.num_layers} {network.num_kv_heads} {network.head_dim}".encode())
@@ -54,14 +55,18 @@ def _parameters(model: Weighted) -> Iterator[tuple[str, tuple[int, ...], np.ndar
     Shapes and entries are counted in the order of axes that the network names, where a leaf lies otherwise.
     """
     hashed = getattr(model.network, "fingerprint_axes", {})
-    leaves = jax.tree_util.tree_leaves_with_path(model.params)
+    quantised = lambda x: hasattr(x, "codes")  # noqa: E731
+    leaves = jax.tree_util.tree_leaves_with_path(model.params, is_leaf=quantised)
     for path, leaf in sorted(leaves, key=lambda pair: jax.tree_util.keystr(pair[0])):
-        axes = hashed.get(getattr(path[-1], "key", None), range(leaf.ndim))
-        signs = _signs(leaf, axes) if leaf.ndim >= 2 else None
-        yield jax.tree_util.keystr(path), tuple(leaf.shape[axis] for axis in axes), signs
+        name, axes = jax.tree_util.keystr(path), hashed.get(getattr(path[-1], "key", None), range(leaf.ndim))
+        if quantised(leaf):
+            signs = model.signs[name]  # type: ignore[attr-defined]
+        else:
+            signs = sampled_signs(leaf, axes) if leaf.ndim >= 2 else None
+        yield name, tuple(leaf.shape[axis] for axis in axes), signs
 
 
-def _signs(x: Any, axes: Sequence[int]) -> np.ndarray:
+def sampled_signs(x: Any, axes: Sequence[int]) -> Bool[np.ndarray, " S"]:
     """Sign bits of entries at fixed places all over a matrix whose axes are counted in that order."""
     spread = np.arange(SAMPLED, dtype=np.uint64) * np.uint64(2654435761)  # golden ratio: hits every row
     places = np.unravel_index((spread % np.uint64(x.size)).astype(np.int64), [x.shape[axis] for axis in axes])

@@ -20,7 +20,12 @@ from kvjax.types import EMPTY
 from pallas_kernels.ragged_decode.api import largest_scores
 
 EVERY = [policy for method in catalogue.methods() for policy in method.examples]
-TIES = ("knorm", "keydiff", "conf_kv")  # equal tokens have equal scores up to rounding, which decides
+TIES = (
+    "knorm",
+    "keydiff",
+    "leverage",
+    "conf_kv",
+)  # equal tokens have equal scores up to rounding, which decides
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -45,9 +50,12 @@ ONE_PER_PLACE = (
     kvjax.policy("write_gate(0.5, window=16) + h2o(recent=8) + uniform(24, every_step)"),
     kvjax.policy("topk(5, sinks=2, tail=6) + phi(4)"),
     kvjax.policy("snapkv(8) + ada(0.5) + int8(16)"),
+    kvjax.policy("snapkv(8) + uniform(24, every(4))"),
+    kvjax.policy("expected_attention(16) + critical + ada(0.5)"),
+    kvjax.policy("kvzip(20, sinks=2, output=True, instruction=(5, 7)) + uniform(0.5)"),
     Policy(selection=NearestPages(0.5)),
 )
-"""All six places, and a selection whose number is traced."""
+"""All six places, a wrapper, a second pass, and a selection whose number is traced."""
 
 
 @pytest.mark.parametrize("policy", ONE_PER_PLACE, ids=repr)

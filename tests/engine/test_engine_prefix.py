@@ -22,6 +22,7 @@ RULE = {  # policy: (shared at chunk borders, generated tokens too)
     "knorm + uniform(24, every_step)": (True, False),  # a chunk evicts once, steps one by one
     "conf_kv(recent=8) + confidence(20, loose=31)": (False, False),  # learns mass from the prompt as a whole
     "snapkv(8) + uniform(0.5)": (False, False),  # judged by the prompt's last queries
+    "snapkv(8) + uniform(24, every(4))": (False, False),
     "knorm + uniform(0.5)": (False, False),  # a share of the whole prompt
     "h2o(recent=8) + uniform(24, every_step)": (False, False),  # mass is learned from the prompt as a whole
     "window(24, prefill=False)": (False, False),

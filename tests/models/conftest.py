@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ NAMES = (
     *("llama3", "llama_tied", "qwen2", "qwen2_window", "llama_bf16_sharded", "qwen3", "mistral"),
     *("phi3", "phi3_long", "phi4_mini", "gemma2", "gemma3", "gpt2"),
     *("qwen2_yarn", "smollm3", "granite", "gpt2_odd"),
+    *("qwen3_moe", "qwen3_moe_bf16_sharded", "mixtral", "gpt_oss", "gpt_oss_mxfp4"),
 )
 
 
@@ -46,3 +50,20 @@ def spoil(tmp_path):
         return folder
 
     return copy
+
+
+@pytest.fixture
+def on_two_devices():
+    """What ``tests/two_devices.py`` says of a folder's model under a policy."""
+    tests = GOLDEN.parent
+
+    def about(folder: Path, policy: str, *words: str) -> dict:
+        path = os.pathsep.join([str(tests.parent), str(tests)])
+        command = [sys.executable, str(tests / "two_devices.py"), str(folder), policy, *words]
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout)
+
+    return about

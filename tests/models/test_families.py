@@ -19,11 +19,14 @@ from kvjax.models.families import FAMILIES
 from kvjax.models.hf_config import read_config
 from kvjax.models.module import Decoder, leaves
 from kvjax.models.rope import LinearScaling, Rope, rotate
-from kvjax.models.spec import ModelSpec
+from kvjax.models.spec import Experts, ModelSpec
 
 logits_of = functools.partial(jax.jit, static_argnums=0)(decoder.dense_logits)
 SPELLED = json.loads((Path(__file__).parents[1] / "golden" / "transformers4.json").read_text())
 """The config.json of each golden as transformers 4 writes it; made by tests/check_exports.py."""
+
+
+QWEN3_MOE = Experts(count=6, chosen=2, width=16, normed=False, dense_layers=(1,))
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -116,6 +119,10 @@ def test_the_module_draws_every_leaf(name, golden_folder):
         ("gemma2", "query_pre_attn_scalar", "query_pre_attn_scalar", 256.0),
         ("gemma3", "final_logit_softcapping", "final_softcap", None),
         ("qwen2_window", "sliding_window", "windows", (None, None)),  # 4096 of 1024 positions
+        ("gpt_oss", "sliding_window", "windows", (128, None)),
+        ("mixtral", "rms_norm_eps", "norm_eps", 1e-5),
+        ("qwen3_moe", "norm_topk_prob", "experts", QWEN3_MOE),
+        ("qwen3_moe", "decoder_sparse_step", "experts", QWEN3_MOE),
         ("phi3", "sliding_window", "windows", (None, None)),
         ("mistral", "sliding_window", "windows", (None, None)),
     ],
@@ -125,9 +132,21 @@ def test_a_key_left_out_has_its_family_s_default(name, key, field, value, golden
     config.pop(key, None)
     assert getattr(read_config(config, {}, "config.json"), field) == value
     longer = {**config, "max_position_embeddings": 8192}
-    windows = {"qwen2_window": (None, 4096), "mistral": (4096, 4096)}
+    windows = {"qwen2_window": (None, 4096), "mistral": (4096, 4096), "gpt_oss": (128, None)}
     if field == "windows":
         assert read_config(longer, {}, "config.json").windows == windows.get(name, value)
+
+
+def test_every_second_layer_may_have_experts(golden_folder):
+    config = json.loads((golden_folder("qwen3_moe") / "config.json").read_text())
+    spec = read_config({**config, "decoder_sparse_step": 2, "mlp_only_layers": []}, {}, "config.json")
+    assert spec.experts.dense_layers == (0, 2)
+
+
+def test_gpt_oss_without_a_rope_has_its_family_s(golden_folder):
+    config = json.loads((golden_folder("gpt_oss") / "config.json").read_text())
+    rope = read_config({**config, "rope_parameters": None}, {}, "config.json").rope
+    assert (rope.theta, rope.scaling.factor, rope.scaling.truncate) == (150_000.0, 32.0, False)
 
 
 def test_a_window_that_tells_two_ropes_apart_stays(golden_folder):
@@ -164,7 +183,7 @@ def test_norm_weights_of_gemma_are_added_to_one_in_float32(golden_folder):
     ("name", "changes", "parts"),
     [
         ("qwen3", {"attention_bias": True}, ["attention_bias=True"]),
-        ("qwen3", {"model_type": "qwen3_moe"}, ["'qwen3_moe'"]),
+        ("qwen3", {"model_type": "qwen2_moe"}, ["'qwen2_moe'"]),
         ("mistral", {"layer_types": ["full_attention"] * 2}, ["sliding_window=6"]),
         ("mistral", {"num_key_value_heads": ...}, ["lacks num_key_value_heads"]),
         ("phi3", {"hidden_act": "gelu"}, ["hidden_act='gelu'"]),
@@ -177,6 +196,14 @@ def test_norm_weights_of_gemma_are_added_to_one_in_float32(golden_folder):
         ("gemma3", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0"]),
         ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, ["one rope for 'full_attention'"]),
         ("gemma3", {"rope_theta": 5e5}, ["spells its rope twice"]),
+        ("qwen3_moe", {"use_sliding_window": True}, ["use_sliding_window=True"]),
+        ("qwen3_moe", {"num_experts": 8}, ["num_local_experts 6 and num_experts 8", "one number of experts"]),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, ["num_experts_per_tok 7 of 6 experts"]),
+        ("qwen3_moe", {"mlp_only_layers": [3]}, ["mlp_only_layers [3]"]),
+        ("mixtral", {"num_local_experts": ...}, ["num_local_experts None"]),
+        ("gpt_oss", {"swiglu_limit": 5.0}, ["swiglu_limit=5.0"]),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ("gpt_oss_mxfp4", {"intermediate_size": 64}, ["gate_up_proj is [4, 32, 64] instead of [4, 32, 128]"]),
         ("gpt2", {"activation_function": "relu"}, ["activation_function='relu'"]),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx=True"]),
         ("gpt2", {"n_embd": ...}, ["lacks n_embd"]),
@@ -204,6 +231,10 @@ def test_other_mathematics_is_refused(name, changes, parts, spoil):
         ("gemma2", {"local_rope": Rope()}),
         ("gemma3", {"local_rope": None}),
         ("gemma3", {"norm": "rms"}),
+        ("llama3", {"experts": Experts(count=4, chosen=2, width=40)}),
+        ("mixtral", {"experts": Experts(count=4, chosen=2, width=40)}),
+        ("mixtral", {"experts": None}),
+        ("gpt_oss", {"sinks": False}),
         ("gpt2", {"num_kv_heads": 2}),
         ("gpt2", {"rope": Rope(theta=5.0)}),
     ],

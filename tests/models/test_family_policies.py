@@ -16,7 +16,7 @@ from kvjax.algebra import Policy
 from kvjax.models import decoder, hf
 from kvjax.models.module import Decoder, leaves
 
-WINDOWS = {"mistral": (6, 6), "gemma2": (6, None), "gemma3": (6, 6, None, 6)}
+WINDOWS = {"mistral": (6, 6), "gemma2": (6, None), "gemma3": (6, 6, None, 6), "gpt_oss": (6, None)}
 
 
 @pytest.fixture(params=WINDOWS)
@@ -64,7 +64,11 @@ def dense_logits(spec, params, tokens, masks):
         q = x.q.reshape(1, len(tokens), spec.num_kv_heads, spec.groups, spec.head_dim)
         s = jnp.einsum("btkgh,bskh->bkgts", q, x.k) * spec.head_dim**-0.5
         s = jnp.where(masks[index], decoder.softcap(s, spec.attn_softcap), -jnp.inf)
-        return jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(s), x.v).reshape(x.q.shape), carry
+        e = jnp.exp(s)
+        total = e.sum(axis=-1, keepdims=True)
+        if x.sinks is not None:
+            total = total + jnp.exp(x.sinks).reshape(spec.num_kv_heads, spec.groups, 1, 1)
+        return jnp.einsum("bkgts,bskh->btkgh", e / total, x.v).reshape(x.q.shape), carry
 
     at = jnp.arange(len(tokens))[None]
     x, _ = decoder.forward(spec, params, jnp.asarray(tokens)[None], at, attend, None)
@@ -95,6 +99,14 @@ def test_policies_act_on_full_layers_alone(name, golden_folder, golden_data):
     ("name", "policy"),
     [
         *((name, "snapkv(4) + uniform(4096)") for name in ("gemma2", "gemma3", "phi4_mini", "gpt2")),
+        ("gpt_oss", "snapkv(4) + uniform(4096)"),
+        ("gpt_oss", "h2o(3) + uniform(4096)"),
+        ("gpt_oss", "gvote(p=1)"),
+        ("gpt_oss", "int8(512)"),
+        ("gpt_oss", "quest(chunks=512)"),
+        ("gpt_oss", "topk(4096)"),
+        ("qwen3_moe", "snapkv(4) + uniform(4096)"),
+        ("mixtral", "snapkv(4) + uniform(4096)"),
         ("gemma2", "int8(512)"),
         ("gemma2", "quest(chunks=512)"),
     ],

@@ -107,3 +107,9 @@ def test_votes_are_the_familys_own(name, golden_folder, golden_data):
             looked += 1
     rules = any(window is None for window in model.spec.windows)
     assert bool(looked) == rules, "no layer was judged"
+
+
+def test_votes_on_two_devices_are_those_on_one(on_two_devices, golden_folder):
+    """Each device projects by the weights of its own query heads; qwen3 normalises them per head."""
+    about = on_two_devices(golden_folder("qwen3"), "gvote(0.5, samples=2, ahead=8)")
+    assert about["said"]["one"] == about["said"]["two"] == about["said"]["moved"]

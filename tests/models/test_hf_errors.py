@@ -25,7 +25,7 @@ def refused(source, *parts, **options):
 @pytest.mark.parametrize(
     ("name", "changes", "parts"),
     [
-        ("llama3", {"model_type": "mixtral"}, ["model_type 'mixtral'", "llama, qwen2, qwen3"]),
+        ("llama3", {"model_type": "olmoe"}, ["model_type 'olmoe'", "llama, qwen2, qwen3"]),
         ("llama3", {"model_type": ...}, ["model_type None"]),
         ("llama3", {"model_type": "gemma4_text"}, ["later layers read the keys and values of earlier ones"]),
         ("llama3", {"model_type": "qwen3_next"}, ["linear-attention layers hold a state"]),
@@ -35,7 +35,7 @@ def refused(source, *parts, **options):
             ["attention_bias=True", "hidden_act='gelu'"],
         ),
         ("llama3", {"mlp_bias": True}, ["mlp_bias=True"]),
-        ("qwen2", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ("qwen2", {"quantization_config": {"bits": 4}}, ["quantised by None", "GGUF"]),
         ("llama3", {"layer_types": ["sliding_attention"] * 2}, ["layer_types"]),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, ["use_sliding_window=False"]),
         ("qwen2_window", {"layer_types": ["full_attention"]}, ["2 layers"]),

@@ -98,8 +98,11 @@ def test_export_holds_the_original_tensors_by_name(name, golden_folder, tmp_path
     originals = [load_file(file) for file in golden_folder(name).glob("*.safetensors")]
     original = {k: v for tensors in originals for k, v in tensors.items()}
     export = load_file(tmp_path / "out" / "model.safetensors")
-    assert export.keys() == original.keys()
-    for key, array in export.items():
+    packed = {key for key in original if key.endswith(("_blocks", "_scales"))}
+    unpacked = {key.removesuffix("_blocks") for key in packed if key.endswith("_blocks")}
+    assert export.keys() - unpacked == original.keys() - packed
+    for key in export.keys() - unpacked:
+        array = export[key]
         np.testing.assert_array_equal(array, original[key].astype(np.float32))
 
 
@@ -135,13 +138,16 @@ SILENT = {
     *("transformers_version", "pad_token_id", "pretraining_tp", "reorder_and_upcast_attn"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
     *("summary_use_proj", "add_cross_attention", "scale_attn_by_inverse_layer_idx", "scale_attn_weights"),
-    *("use_bidirectional_attention", "_sliding_window_pattern"),
+    *("use_bidirectional_attention", "_sliding_window_pattern", "quantization_config"),
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
 }
 UNUSED = {
     "attn_logit_softcapping": None,
     "partial_rotary_factor": 1.0,
     "max_window_layers": 28,
     "original_max_position_embeddings": 4096,
+    "sliding_window": None,
+    "head_dim": None,
 }
 """Keys with their defaults, left out where they have no effect."""
 
@@ -232,6 +238,8 @@ def test_a_part_of_a_tensor_is_read_alone(name, golden_folder):
     for entry in hf_table.table(model.spec):
         for at, path in enumerate(entry.paths):
             leaf = np.asarray(functools.reduce(lambda tree, key: tree[key], path, model.params))
+            if entry.name not in where:  # packed as MXFP4
+                continue
             letters = decoder.LETTERS.get(path[-1], "")
             for axis in [
                 d for d, letter in enumerate(letters) if letter in "KNFV" and leaf.shape[d] % 2 == 0

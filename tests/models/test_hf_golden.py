@@ -156,6 +156,8 @@ def test_longrope_takes_the_factors_of_the_context(name, golden_folder, golden_d
         ("granite", {"embedding_multiplier": 1.0}),
         ("granite", {"residual_multiplier": 1.0}),
         ("granite", {"logits_divisor": 1.0}),
+        ("gpt_oss", {"windows": (None, None)}),
+        ("gpt_oss", {"mlp": "swiglu"}),
         ("gpt2", {"positions": "rope"}),
         ("gpt2", {"norm": "rms"}),
     ],

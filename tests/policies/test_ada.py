@@ -101,8 +101,3 @@ def test_more_protected_than_the_mean_keeps_the_protected_alone():
 def test_numbers_out_of_range_are_refused(call):
     with pytest.raises(PolicyError):
         Ada(**call)
-
-
-def test_only_after_the_prompt():
-    with pytest.raises(PolicyError, match="after_prompt"):
-        Policy(eviction=KNorm(), budget=Ada(8, when="every_step"))

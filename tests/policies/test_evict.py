@@ -72,7 +72,9 @@ def test_a_kv_head_of_protected_tokens_loses_none():
     pages = append(pages, NATIVE, ALL, new, jnp.zeros((1, HEADS, 8), jnp.int32))
     site = layer.LayerInfo(policy, {}, 0, 1, None, jnp.asarray([8]))
     for over in (1, 5):
-        victims = layer.victims(*layer.ranked(site, paging.slots(pages)), jnp.full((1, HEADS), over))
+        victims = layer.victims(
+            *layer.ranked(site, paging.slots(pages), site.total), jnp.full((1, HEADS), over)
+        )
         assert not np.asarray(victims).any()
     ring = rings.empty(1, HEADS, 4, 3, jnp.dtype(jnp.float32), policy.keeps)
     cache = LayerCache(ring=ring, pages=pages, summary=None)

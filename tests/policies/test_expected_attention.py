@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,16 @@ def rotation(position: int) -> np.ndarray:
     return np.block([[cos, -sin], [sin, cos]])
 
 
-def scores(row: int, ahead: int, sinks: int, floor: float = 0.0, turned: bool = True) -> np.ndarray:
-    """[K, length]; infinite for the sinks."""
+def scores(
+    row: int,
+    ahead: int,
+    sinks: int,
+    floor: float = 0.0,
+    turned: bool = True,
+    spreads: float = 1.0,
+    stored=None,
+) -> np.ndarray:
+    """[K, length]; infinite for the sinks. ``stored``: mean and covariance in place of the prompt's own."""
     length = rows.LENGTHS[row]
     result = np.full((rows.K, length), np.inf)
     if length <= sinks:
@@ -51,7 +60,11 @@ def scores(row: int, ahead: int, sinks: int, floor: float = 0.0, turned: bool = 
         shares = []
         for n in range(h * rows.G, (h + 1) * rows.G):
             q = BEFORE[row, n, sinks:length]
-            mean, spread = r @ q.mean(axis=0), r @ np.cov(q.T, bias=True) @ r.T
+            own = q.mean(axis=0), np.cov(q.T, bias=True)
+            mean, spread = (
+                own if stored is None else (np.float64(stored[x][n]) for x in ("mean", "covariance"))
+            )
+            mean, spread = r @ mean, spreads * r @ spread @ r.T
             s = keys @ mean / np.sqrt(rows.H) + np.array([k @ spread @ k for k in keys]) / (2 * rows.H)
             shares.append(np.exp(s - s.max()) / np.exp(s - s.max()).sum())
         norm = np.sqrt((rows.VALUES[row, h, sinks:length] ** 2).sum(-1))
@@ -68,6 +81,20 @@ def test_score_is_expected_share_times_value_norm(ahead, sinks, floor, turn):
         first = min(sinks, length)
         np.testing.assert_allclose(actual[row, :, first:length], right[:, first:], rtol=3e-4, atol=1e-7)
         assert (actual[row, :, :first] > actual[row, :, first:length].max(initial=0)).all()
+
+
+@pytest.mark.parametrize(("covariance", "stored"), [(False, False), (True, True), (False, True)])
+def test_without_covariance_and_with_stored_statistics(covariance, stored):
+    eviction = ExpectedAttention(64, covariance=covariance, stored=stored)
+    assert eviction.learns == ("expected_attention" if stored else "")
+    network = types.SimpleNamespace(num_heads=rows.N, num_layers=1, head_dim=rows.H)
+    params = eviction.example_weights(jax.random.key(2), network)[0] if stored else None
+    actual = np.asarray(jax.jit(eviction.score_prompt)(params, prompts()))
+    for row, length in enumerate(rows.LENGTHS):
+        right = scores(row, 64, 4, spreads=float(covariance), stored=params)
+        np.testing.assert_allclose(actual[row, :, 4:length], right[:, 4:], rtol=3e-4, atol=1e-7)
+    with pytest.raises(PolicyError, match="has no statistics"):
+        ExpectedAttention(stored=True).score_prompt(None, prompts())
 
 
 @pytest.mark.parametrize(("amount", "sinks"), [(2, 4), (11, 4), (0.5, 0)])

@@ -102,7 +102,9 @@ def test_while_decoding_the_largest_unprotected_norm_goes_the_newest_of_equals()
     pages = room(2, HEADS, 1, entries=2, meta=("eviction.norm",))
     pages = append(pages, NATIVE, ALL, new, jnp.zeros((2, HEADS, 11), jnp.int32))
     site = layer.LayerInfo(policy, {}, 0, 1, None, jnp.asarray([11, 11]))
-    victims = layer.victims(*layer.ranked(site, paging.slots(pages)), jnp.ones((2, HEADS), jnp.int32))
+    victims = layer.victims(
+        *layer.ranked(site, paging.slots(pages), site.total), jnp.ones((2, HEADS), jnp.int32)
+    )
     assert (victims.sum(axis=-1) == 1).all()
     victim = np.asarray(victims).argmax(axis=-1)
     for b in range(2):

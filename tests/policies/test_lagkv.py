@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import prompt_rows as rows
 import pytest
-from policy_oracle import judge, kept, observe
+from policy_oracle import best, judge, kept, observe
 
 from kvjax.algebra import Policy, PolicyError
 from kvjax.budgets.uniform import Uniform
@@ -46,6 +46,27 @@ def test_partitions_share_a_target_and_the_tail_goes_last(lag, sinks, amount):
             target = rows.target_of(amount, length)
             for h in range(rows.K):
                 assert kept(bits[row, h]) == sorted(order(row, h, lag, sinks)[:target])
+
+
+@pytest.mark.parametrize(("lag", "sinks", "amount"), [(7, 4, 14), (4, 0, 0.5)])
+def test_shares_rank_across_partitions(lag, sinks, amount):
+    policy = Policy(eviction=LagKV(lag, sinks=sinks, cross=True), budget=Uniform(amount))
+    bits = judge(policy, rows.prompts())
+    for row, length in enumerate(rows.LENGTHS):
+        parts = max(length - sinks, 0) // lag
+        for h in range(rows.K):
+            score = np.full(length, 2.0)
+            tail = sinks + max(parts - 1, 0) * lag
+            score[tail:] += np.arange(length - tail)
+            score[:sinks] = np.inf
+            for start in range(sinks, tail, lag):
+                at, after = slice(start, start + lag), slice(start + lag, start + 2 * lag)
+                both = [share(x[row, h, at], x[row, h, after]) for x in (rows.KEYS, rows.VALUES)]
+                score[at] = np.mean(both, axis=0)
+            assert kept(bits[row, h]) == best(score, length, rows.target_of(amount, length))
+    assert (
+        judge(Policy(eviction=LagKV(lag, sinks=sinks), budget=Uniform(amount)), rows.prompts()) != bits
+    ).any()
 
 
 def test_every_partition_keeps_the_same_share():

@@ -21,23 +21,27 @@ PROMPTS, T, STEPS = np.array([14, 9]), 14, 12
 N, K, H, TARGET, SINKS = 4, 2, 8, 8, 1
 random = np.random.default_rng(3)
 Q = 1.5 * random.standard_normal((2, T + STEPS, N, H))
+SINK_LOGITS = np.array([2.0, -1.0, 0.5, 3.0])
+"""Of the heads' attention sinks, where a model has them."""
 KEYS, VALUES = 1.5 * random.standard_normal((2, 2, T + STEPS, K, H))
 
 
-def heads(at: np.ndarray) -> Heads:
+def heads(at: np.ndarray, sinks: np.ndarray | None = None) -> Heads:
     """Tokens of each row at positions [B, T] (anything where EMPTY)."""
     index = np.maximum(at, 0)[..., None, None]
     q, k, v = (jnp.asarray(np.take_along_axis(x, index, 1), jnp.float32) for x in (Q, KEYS, VALUES))
-    return Heads(q=q, k=k, v=v, q_pre=q, k_pre=k, hidden=q[..., 0, :])
+    own = None if sinks is None else jnp.asarray(sinks, jnp.float32)
+    return Heads(q=q, k=k, v=v, q_pre=q, k_pre=k, hidden=q[..., 0, :], sinks=own)
 
 
-def attend(b: int, n: int, i: int, kept: list[int]) -> np.ndarray:
-    s = KEYS[b, kept, n // (N // K)] @ Q[b, i, n] / np.sqrt(H)
-    e = np.exp(s - s.max())
-    return e / e.sum()
+def attend(b: int, n: int, i: int, kept: list[int], sinks: np.ndarray | None = None) -> np.ndarray:
+    e = np.exp(KEYS[b, kept, n // (N // K)] @ Q[b, i, n] / np.sqrt(H))
+    return e / (e.sum() + (0 if sinks is None else np.exp(sinks[n])))
 
 
-def simulate(eviction: Eviction, recent: int) -> tuple[list, np.ndarray, np.ndarray]:
+def simulate(
+    eviction: Eviction, recent: int, sinks: np.ndarray | None = None
+) -> tuple[list, np.ndarray, np.ndarray]:
     """[step][row][head] kept positions while step is read, what it mixes, and mass after the last step."""
     mass = np.zeros((2, K, T + STEPS))
     out = np.zeros((2, STEPS, N, H))
@@ -45,7 +49,7 @@ def simulate(eviction: Eviction, recent: int) -> tuple[list, np.ndarray, np.ndar
     def count_attention(b: int, i: int, kept: list[list[int]]) -> None:
         rows = np.zeros((N, T + STEPS))
         for n in range(N):
-            rows[n, kept[n // (N // K)]] = attend(b, n, i, kept[n // (N // K)])
+            rows[n, kept[n // (N // K)]] = attend(b, n, i, kept[n // (N // K)], sinks)
             if i >= PROMPTS[b]:
                 out[b, i - PROMPTS[b], n] = rows[n] @ VALUES[b, :, n // (N // K)]
         if isinstance(eviction, H2O):
@@ -73,7 +77,9 @@ def simulate(eviction: Eviction, recent: int) -> tuple[list, np.ndarray, np.ndar
     return sets, out, mass
 
 
-def in_chunk(eviction: Eviction, recent: int, count: np.ndarray) -> list[list[dict[int, float]]]:
+def in_chunk(
+    eviction: Eviction, recent: int, count: np.ndarray, sinks: np.ndarray | None
+) -> list[list[dict[int, float]]]:
     """After the prompt's cut, ``count`` tokens read together: what each kept token has received."""
     last = []
     for b, n in enumerate(PROMPTS):
@@ -82,7 +88,7 @@ def in_chunk(eviction: Eviction, recent: int, count: np.ndarray) -> list[list[di
         def count_attention(i: int, kept: list[list[int]], mass: np.ndarray = mass, b: int = b) -> None:
             rows = np.zeros((N, T + STEPS))
             for h in range(N):
-                rows[h, kept[h // (N // K)]] = attend(b, h, i, kept[h // (N // K)])
+                rows[h, kept[h // (N // K)]] = attend(b, h, i, kept[h // (N // K)], sinks)
             if isinstance(eviction, H2O):
                 mass += rows.reshape(K, N // K, -1).mean(1)
             else:
@@ -115,8 +121,17 @@ def received(cache: LayerCache, b: int, h: int, seen: int, w: int) -> dict[int, 
     return masses
 
 
-@pytest.mark.parametrize(("eviction", "recent"), [(H2O(recent=3), 3), (H2O(recent=0), 1), (Tova(), 1)])
-def test_steps_are_the_papers_loop(eviction, recent):
+@pytest.mark.parametrize(
+    ("eviction", "recent", "sinks"),
+    [
+        (H2O(recent=3), 3, None),
+        (H2O(recent=0), 1, None),
+        (Tova(), 1, None),
+        (H2O(recent=3), 3, SINK_LOGITS),
+    ],
+)
+def test_steps_are_the_papers_loop(eviction, recent, sinks):
+    """With attention sinks, mass is taken under the sum that they are part of."""
     policy = Policy(eviction=eviction, budget=Uniform(TARGET, "every_step"), sinks=SINKS)
     w = policy.window(99)
     assert w == recent
@@ -137,10 +152,10 @@ def test_steps_are_the_papers_loop(eviction, recent):
         return read.out, cache
 
     at = np.where(np.arange(T) < PROMPTS[:, None], np.arange(T), EMPTY)
-    cache = begin(cache, vars(heads(at)), jnp.asarray(at))
-    sets, out, mass = simulate(eviction, recent)
+    cache = begin(cache, vars(heads(at, sinks)), jnp.asarray(at))
+    sets, out, mass = simulate(eviction, recent, sinks)
     for i in range(STEPS):
-        x = vars(heads(PROMPTS[:, None] + i))
+        x = vars(heads(PROMPTS[:, None] + i, sinks))
         before = cache
         mixed, cache = step(cache, x, total + i, jnp.asarray([True, True]))
         if i == 4:  # a row that takes no part leaves no trace
@@ -157,8 +172,11 @@ def test_steps_are_the_papers_loop(eviction, recent):
                         assert abs(x - mass[b, h, p]) < 1e-5
 
 
-@pytest.mark.parametrize(("eviction", "recent"), [(H2O(recent=3), 3), (Tova(), 1)])
-def test_tokens_that_come_together_give_what_they_give_one_by_one(eviction, recent):
+@pytest.mark.parametrize(
+    ("eviction", "recent", "sinks"),
+    [(H2O(recent=3), 3, None), (Tova(), 1, None), (H2O(recent=3), 3, SINK_LOGITS)],
+)
+def test_tokens_that_come_together_give_what_they_give_one_by_one(eviction, recent, sinks):
     policy = Policy(eviction=eviction, budget=Uniform(TARGET, "every_step"), sinks=SINKS)
     ring = rings.empty(2, K, recent, H, jnp.dtype(jnp.float32), policy.keeps)
     cache = LayerCache(ring=ring, pages=room(2, K, H, entries=5, size=4, meta=policy.keeps), summary=None)
@@ -172,8 +190,9 @@ def test_tokens_that_come_together_give_what_they_give_one_by_one(eviction, rece
         return layer.chunk(site, Heads(**more), cache, total, jnp.asarray(count))[1]
 
     at = np.where(np.arange(T) < PROMPTS[:, None], np.arange(T), EMPTY)
-    cache = run(cache, vars(heads(at)), jnp.asarray(at), vars(heads(PROMPTS[:, None] + np.arange(9))))
-    right = in_chunk(eviction, recent, count)
+    later = heads(PROMPTS[:, None] + np.arange(9), sinks)
+    cache = run(cache, vars(heads(at, sinks)), jnp.asarray(at), vars(later))
+    right = in_chunk(eviction, recent, count, sinks)
     for b in range(2):
         for h in range(K):
             masses = received(cache, b, h, PROMPTS[b] + count[b], recent)

@@ -1,6 +1,7 @@
-"""Makes golden.npz and kvpress.npz: what transformers and kvpress give on the real model.
+"""Makes golden.npz, kvpress.npz and wrapped.npz: what transformers and kvpress give on the real model.
 
-python tests/real/make_golden.py FOLDER  # the model in Hugging Face's format
+python tests/real/make_golden.py FOLDER           # the model in Hugging Face's format
+python tests/real/make_golden.py FOLDER wrapped   # these files alone
 
 Run by an interpreter of its own (torch 2.13, transformers 5.2, kvpress 0.5.5); nothing of kvjax is imported.
 Two minutes on one core.
@@ -12,17 +13,32 @@ golden.npz, for prompt i:
 kvpress.npz, for the c-th pair of an eviction and a ratio:
   logprobs_c [48]: of the token after each of the fed ones
   kept_c: bits [L, K, 768], which tokens of the context the cache holds
+wrapped.npz, for the c-th pair of a wrapper and a ratio: kept_c.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import kvpress
 import numpy as np
 import torch
-from real_prompts import BOOK, CHATS, CONTEXT, FED, LONG, NEW, PLAIN, PRESSES, PROBE, RATIOS
+from real_prompts import (
+    BOOK,
+    CHATS,
+    CONTEXT,
+    FED,
+    LONG,
+    NEW,
+    PLAIN,
+    PRESSES,
+    PROBE,
+    RATIOS,
+    WRAPPED,
+    WRAPPED_RATIOS,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 HOME = Path(__file__).parent
@@ -89,6 +105,36 @@ def of_kvpress(folder: str) -> dict[str, np.ndarray]:
     return arrays
 
 
+@torch.inference_mode()
+def of_wrappers(folder: str) -> dict[str, np.ndarray]:
+    """Tokens that are kept under every wrapper and ratio."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor(tokenizer.encode(BOOK, add_special_tokens=False)[:CONTEXT])[None]
+    full, arrays = DynamicCache(), {}
+    model.model(input_ids=ids, past_key_values=full)
+    tokenizer.chat_template = None  # else KVzip takes the first tokens for a template's and scores them 0
+    plain = tempfile.TemporaryDirectory()
+    tokenizer.save_pretrained(plain.name)
+    model.config.name_or_path = plain.name  # where KVzip looks for it
+    for c, (name, ratio) in enumerate((name, ratio) for name in WRAPPED for ratio in WRAPPED_RATIOS):
+        outer, inner, arguments = WRAPPED[name]
+        cache = DynamicCache()
+        press = getattr(kvpress, inner)(compression_ratio=ratio, **arguments)
+        press = getattr(kvpress, outer)(press) if outer else press
+        with press(model):
+            model.model(input_ids=ids, past_key_values=cache)
+        kept = np.stack([held(one.keys[0], all_.keys[0]) for one, all_ in zip(cache.layers, full.layers)])
+        for index, layer in enumerate(model.model.layers):  # where heads differ, it keeps all and masks
+            masked = getattr(layer.self_attn, "masked_key_indices", None)
+            if masked is not None:
+                kept[index, masked[1].numpy(), masked[2].numpy()] = False
+                layer.self_attn.masked_key_indices = None
+        arrays[f"kept_{c}"] = np.packbits(kept)
+        print(c, name, ratio, kept.sum(axis=-1).min(), kept.sum(axis=-1).max(), flush=True)
+    return arrays
+
+
 def held(keys: torch.Tensor, whole: torch.Tensor) -> np.ndarray:
     """Which tokens [K, T] a cache holds: after RoPE no two keys of a head are equal."""
     kept = np.zeros(whole.shape[:2], bool)
@@ -100,7 +146,8 @@ def held(keys: torch.Tensor, whole: torch.Tensor) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    FILES = {"golden": of_transformers, "kvpress": of_kvpress, "wrapped": of_wrappers}
+    if len(sys.argv) < 2 or not set(sys.argv[2:]) <= set(FILES):
         sys.exit(__doc__)
-    np.savez_compressed(HOME / "golden.npz", **of_transformers(sys.argv[1]))
-    np.savez_compressed(HOME / "kvpress.npz", **of_kvpress(sys.argv[1]))
+    for file in sys.argv[2:] or FILES:
+        np.savez_compressed(HOME / f"{file}.npz", **FILES[file](sys.argv[1]))

@@ -46,3 +46,30 @@ PRESSES: dict[str, tuple[str, dict[str, Any]]] = {
     "lagkv": ("LagKVPress", {"n_sink": 4, "lag_size": 128}),
 }
 """kvpress's class and arguments for each eviction of ours, which has the same defaults."""
+
+SNAPKV: dict[str, Any] = {"window_size": 64, "kernel_size": 5}
+WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "snapkv(64) + critical + uniform({})": ("CriticalKVPress", "SnapKVPress", SNAPKV),
+    "keydiff + critical + uniform({})": ("CriticalKVPress", "KeyDiffPress", {}),
+    "snapkv(64) + critical + ada({})": ("CriticalAdaKVPress", "SnapKVPress", SNAPKV),
+    "snapkv(64) + chunks(20) + uniform({})": ("ChunkKVPress", "SnapKVPress", SNAPKV),
+    "keydiff + chunks(20) + uniform({})": ("ChunkKVPress", "KeyDiffPress", {}),
+    # Its window is whole runs: of a run that is partly in the window the press drops tokens of the window.
+    "snapkv(68) + entropy_chunks + uniform({})": (
+        "EntropyGatedChunkKVPress",
+        "SnapKVPress",
+        SNAPKV | {"window_size": 68},
+    ),
+    "keydiff + entropy_chunks + uniform({})": ("EntropyGatedChunkKVPress", "KeyDiffPress", {}),
+    "kvzip + ada({}, floor=0)": ("", "KVzipPress", {"layerwise": True}),
+    "kvzip(300) + ada({}, floor=0)": ("", "KVzipPress", {"layerwise": True, "chunk_size": 300}),
+    "kvzip(output=True) + ada({}, floor=0)": (
+        "",
+        "KVzipPress",
+        {"layerwise": True, "kvzip_plus_normalization": True},
+    ),
+}
+"""Of each policy of ours kvpress's wrapper, the press in it and that one's arguments."""
+
+WRAPPED_RATIOS = (0.25, 0.5, 0.75)
+"""Shares that a wrapped press removes."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import tiny
-from real_prompts import BOOK, CONTEXT, FED, PRESSES, RATIOS
+from real_prompts import BOOK, CONTEXT, FED, PRESSES, RATIOS, WRAPPED, WRAPPED_RATIOS
 
 import kvjax
 from kvjax import decode, metrics
+from kvjax.text import Text
 
 pytestmark = pytest.mark.real
 
@@ -20,6 +23,9 @@ GOLDEN = np.load(Path(__file__).with_name("kvpress.npz"))
 CASES = [(name, ratio) for name in PRESSES for ratio in RATIOS]
 QUICK = [("keydiff", 0.5), ("snapkv(64)", 0.75), ("expected_attention", 0.9)]
 NATS = 1e-3
+
+WRAPPERS = np.load(Path(__file__).with_name("wrapped.npz"))
+WRAPPED_CASES = [(name, ratio) for name in WRAPPED for ratio in WRAPPED_RATIOS]
 
 
 @functools.cache
@@ -93,3 +99,47 @@ def test_six_presses_at_three_ratios(smollm2):
                 assert len(theirs) <= 1
         same += missing == 0 or name == "knorm"
     assert same >= 15
+
+
+def kept_of(model: kvjax.LanguageModel, policy: str) -> np.ndarray:
+    """Which tokens of the context the policy keeps [L, K, T]."""
+    text = Text(model.text.tokenizer, bos=None)  # without a chat template, as in the goldens
+    plain: Any = types.SimpleNamespace(network=model.network, params=model.params, text=text)
+    state, _ = decode.cut(plain, policy, read(model)[1])
+    kept = np.array(metrics.present(state))[:, 0, :, :CONTEXT]
+    for layer, cache in enumerate(state.layers):  # the ring holds the newest, kept or not
+        at = tiny.places(state.length, cache.ring.window)[0]
+        kept[layer][:, at] = np.asarray(cache.ring.admit)[0]
+    return kept
+
+
+def differing(model: kvjax.LanguageModel, name: str, ratio: float) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that only the wrapped press keeps, and only ours [L, K, T]."""
+    layers, heads = model.network.num_layers, model.network.num_kv_heads
+    bits = np.unpackbits(WRAPPERS[f"kept_{WRAPPED_CASES.index((name, ratio))}"])
+    press = bits[: layers * heads * CONTEXT].reshape(layers, heads, CONTEXT).astype(bool)
+    if "ada" in name:
+        ours = kept_of(model, name.format(int(CONTEXT * (1 - ratio))))
+        return press & ~ours, ours & ~press
+    ours, counts = np.zeros_like(press), press.sum(axis=-1)[:, 0]  # runs are counted, and one is shorter
+    for count in np.unique(counts):
+        ours[counts == count] = kept_of(model, name.format(count))[counts == count]
+    return press & ~ours, ours & ~press
+
+
+@pytest.mark.parametrize("name", [*WRAPPED][0:4:3])
+def test_a_wrapped_press_keeps_the_same_slots(smollm2, name):
+    assert not any(side.any() for side in differing(smollm2, name, 0.5))
+
+
+@pytest.mark.slow
+def test_wrapped_presses_at_three_ratios(smollm2):
+    """Prints the table."""
+    same = 0
+    for name, ratio in WRAPPED_CASES:
+        theirs, ours = differing(smollm2, name, ratio)
+        heads = int((theirs | ours).any(axis=-1).sum())
+        print(f"| {name} | {ratio} | {theirs.sum()} and {ours.sum()} in {heads} heads |")
+        same += heads == 0
+        assert heads <= 2
+    assert same >= 18

@@ -278,6 +278,10 @@ def test_tokens_count_where_they_are_read_and_written(small, monkeypatch):
     )
     small.complete("Hello", max_tokens=4, ignore_eos=True)
     assert list(taken.values()) == [6 + 4]
+    taken.clear()
+    twice = {"kv_policy": "kvzip(instruction=(5, 7)) + uniform(0.9)"}
+    small.complete("Hello", max_tokens=4, ignore_eos=True, **twice)
+    assert list(taken.values()) == [6 + 2 + 6 + 4], "the prompt is fed twice"
 
 
 @pytest.mark.parametrize(

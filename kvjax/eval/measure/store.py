@@ -37,12 +37,14 @@ def about(model: LanguageModel, data: Data) -> dict[str, Any]:
     Older results have ``weights``: sixteen hex digits of the SHA-256 of the weight files, which differed
     between files of one model in two dtypes.
     """
+    weights = {"weight_dtype": model.weight_dtype} if model.weight_dtype else {}
     return {
         "schema": SCHEMA,
         "kvjax": kvjax.__version__,
         "model": named(model),
         "fingerprint": fingerprint(model),
         "dtype": str(model.params["embed"].dtype),
+        **weights,
         "data": data.source,
     }
 

@@ -55,6 +55,7 @@ class Options:
     model: str | None = shared("--model", group="what is served")
     name: str | None = option(None, "the model's name for clients (default: its folder's)", "NAME")
     dtype: str | None = shared("--dtype")
+    weight_dtype: str | None = shared("--weight-dtype")
     mesh: str | None = shared(
         "--mesh", help="devices, along tensor and context: tensor=8 (default: one)", metavar="tensor=8"
     )

@@ -103,7 +103,7 @@ def open_service(options: Options, log: Log) -> Service:
     Raises:
       As ``run``.
     """
-    model = load_model(options.model, options.dtype, options.mesh)
+    model = load_model(options.model, options.dtype, options.mesh, options.weight_dtype)
     policies = AllowedPolicies(model, options.policy, options.allow_policies, log)
     options = settled(options, policies.default)
     engine = Engine(

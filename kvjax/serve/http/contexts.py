@@ -34,7 +34,7 @@ async def create(request: Request, body: ContextBody) -> Response:
     finally:
         if not ticket.done:
             ticket.cancel()
-    service.clients.count_tokens(client, ticket.prompt_tokens)
+    service.clients.count_tokens(client, ticket.prompt_tokens + ticket.replayed_tokens)
     if reason is None:
         return Response(status_code=CLIENT_LEFT)
     if reason == "deadline":

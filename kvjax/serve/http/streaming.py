@@ -184,7 +184,8 @@ class RunningCompletion:
             )
             for request, echo in zip(requests, generation.echoes)
         ]
-        service.clients.count_tokens(client, self.usage()["prompt_tokens"])
+        again = sum(ticket.replayed_tokens for ticket in self.tickets)
+        service.clients.count_tokens(client, self.usage()["prompt_tokens"] + again)
 
     def cancel(self) -> None:
         """Ends texts that are not complete; their batch rows are free after the engine's next decode."""

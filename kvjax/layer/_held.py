@@ -1,0 +1,73 @@
+"""All that a KV head holds, ranked as a prompt of its own, by the queries that were asked last.
+
+Why: kvjax/DESIGN.md, 29.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from kvjax.algebra import Observation
+from kvjax.cache import per_head
+from kvjax.cache import ring as rings
+from kvjax.cache.state import LayerCache
+from kvjax.layer._demote import codecs
+from kvjax.layer._info import LayerInfo
+from kvjax.types import EMPTY, Heads
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+def held_scores(
+    info: LayerInfo, x: Heads, cache: LayerCache, length: Int[Array, " B"]
+) -> Float[Array, "B K C"]:
+    """Scores of all paged slots by ``Eviction.score_prompt``; of dead slots any number.
+
+    Every KV head is a row with one head for it: its tokens, of pages and ring, in order of position.
+
+    Args:
+      info: which layer.
+      x: heads of the newest tokens, for the layer's RoPE and bound on scores.
+      cache: after the newest tokens were written, their queries too.
+      length: tokens each row has seen, these included.
+    """
+    ring, paged = cache.ring, per_head.slots(cache.pools)
+    rows, heads, slots = paged.pos.shape
+    every = jnp.broadcast_to(jnp.arange(slots), paged.pos.shape)
+    k, v, _ = per_head.read(cache.pools, codecs(info.policy, cache), every)
+    recent = rings.positions(length, ring.window)
+    recent = jnp.broadcast_to(recent[:, None], (rows, heads, ring.window))
+    pos = jnp.concatenate([jnp.where(paged.live, paged.pos, EMPTY), recent], axis=-1)
+    order = jnp.argsort(jnp.where(pos >= 0, pos, jnp.iinfo(pos.dtype).max), axis=-1)
+
+    def as_row(of_pages: Array, of_ring: Array) -> Array:
+        """[B, K, ...] tokens of both, in order, as [B K, 1, ...]."""
+        both = jnp.concatenate([of_pages.astype(of_ring.dtype), of_ring], axis=2)
+        both = jnp.take_along_axis(both, order[..., None], axis=2)
+        return both.reshape(rows * heads, 1, *both.shape[2:])
+
+    values: dict[str, Any] = {"k": as_row(k, ring.k), "v": as_row(v, ring.v)}
+    asked = None
+    for name, q in ring.queries.items():
+        kept = q.shape[2]
+        asked = length[:, None] - kept + jnp.arange(kept)[None, :]  # the oldest first
+        q = jnp.take_along_axis(q, (asked % kept)[:, None, :, None], axis=2)
+        values[name] = q.reshape(rows * heads, -1, *q.shape[2:])
+        asked = jnp.repeat(jnp.maximum(asked, EMPTY), heads, axis=0)
+    observed = Observation(
+        pos=jnp.take_along_axis(pos, order, axis=-1).reshape(rows * heads, -1),
+        total=jnp.repeat(length, heads),
+        layer=info.layer,
+        layers=info.layers,
+        values=values,
+        softcap=x.softcap,
+        rotate=x.rotate,
+        sinks=None if x.sinks is None else jnp.tile(x.sinks.reshape(heads, -1), (rows, 1)),
+        asked=asked,
+    )
+    score = info.policy.eviction.score_prompt(info.weights("eviction"), observed)
+    score = score.reshape(rows, heads, -1)
+    return jnp.take_along_axis(score, jnp.argsort(order, axis=-1), axis=-1)[..., :slots]

@@ -1,0 +1,258 @@
+"""Evictions that rank all that a KV head holds, against float64 NumPy: who goes, and what a step mixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policy_oracle import room
+
+from kvjax import layer
+from kvjax.algebra import Every, Eviction, Policy
+from kvjax.budgets.ada import Ada
+from kvjax.budgets.uniform import Uniform
+from kvjax.cache import per_head
+from kvjax.cache import ring as rings
+from kvjax.cache.state import LayerCache
+from kvjax.policies.expected_attention import ExpectedAttention
+from kvjax.policies.keydiff import KeyDiff
+from kvjax.policies.knorm import KNorm
+from kvjax.policies.lagkv import LagKV
+from kvjax.policies.r_kv import RKV
+from kvjax.policies.scissorhands import Scissorhands
+from kvjax.policies.snapkv import SnapKV
+from kvjax.types import EMPTY, Heads
+
+PROMPTS, T, STEPS = np.array([14, 9]), 14, 13
+N, K, H, TARGET, SINKS = 4, 2, 8, 8, 1
+GROUP = N // K
+random = np.random.default_rng(3)
+Q = 1.5 * random.standard_normal((2, T + STEPS, N, H))
+KEYS, VALUES = 1.5 * random.standard_normal((2, 2, T + STEPS, K, H))
+
+Score = Callable[[int, int, list[int], int], np.ndarray]
+"""Of a row, a KV head, its held positions and the number of tokens seen: a score for each."""
+
+
+def attention(b: int, n: int, i: int, kept: list[int]) -> np.ndarray:
+    """Of query ``i``, over those of ``kept`` that it sees; 0 for the others."""
+    s = KEYS[b, kept, n // GROUP] @ Q[b, i, n] / np.sqrt(H)
+    s = np.where(np.array(kept) <= i, s, -np.inf)
+    e = np.exp(s - s.max())
+    return e / e.sum()
+
+
+def of_group(h: int) -> range:
+    return range(h * GROUP, (h + 1) * GROUP)
+
+
+def snap(window: int, kernel: int) -> Score:
+    def score(b: int, h: int, kept: list[int], seen: int) -> np.ndarray:
+        asked = range(max(seen - window, 0), seen)
+        total = np.zeros(len(kept))
+        for n in of_group(h):
+            votes = np.mean([attention(b, n, i, kept) for i in asked], axis=0)
+            votes = np.where(np.array(kept) < seen - window, votes, 0)
+            wide = np.pad(votes, kernel // 2)
+            total += [wide[j : j + kernel].mean() for j in range(len(kept))]
+        return total / GROUP
+
+    return score
+
+
+def keydiff(b: int, h: int, kept: list[int], seen: int) -> np.ndarray:
+    k = KEYS[b, kept, h]
+    unit = k / np.linalg.norm(k, axis=-1, keepdims=True)
+    anchor = unit.sum(axis=0)
+    return -unit @ (anchor / np.linalg.norm(anchor))
+
+
+def scissorhands(window: int) -> Score:
+    def score(b: int, h: int, kept: list[int], seen: int) -> np.ndarray:
+        counts = np.zeros(len(kept))
+        for n in of_group(h):
+            for i in range(max(seen - window, 0), seen):
+                sees = np.array(kept) <= i
+                counts += (attention(b, n, i, kept) >= (1 - 1e-5) / sees.sum()) & sees
+        return counts
+
+    return score
+
+
+def expected(newest: int, sinks: int) -> Score:
+    """Without RoPE. All queries of a prompt, which is ranked when nothing is gone; later the newest."""
+
+    def score(b: int, h: int, kept: list[int], seen: int) -> np.ndarray:
+        first = 0 if len(kept) == seen else max(seen - newest, 0)
+        judged = np.array(kept) >= sinks
+        k, share = KEYS[b, kept, h], np.zeros(len(kept))
+        for n in of_group(h):
+            q = Q[b, max(first, sinks) : seen, n]
+            centred = q - q.mean(axis=0)
+            spread = centred.T @ centred / len(q)
+            logit = k @ q.mean(axis=0) / np.sqrt(H) + np.einsum("ti,ij,tj->t", k, spread, k) / (2 * H)
+            e = np.where(judged, np.exp(logit - logit[judged].max()), 0)
+            share += e / e.sum() / GROUP
+        return np.where(judged, share * np.linalg.norm(VALUES[b, kept, h], axis=-1), np.inf)
+
+    return score
+
+
+def lag(size: int, sinks: int) -> Score:
+    def score(b: int, h: int, kept: list[int], seen: int) -> np.ndarray:
+        held = len(kept)
+        parts = max((held - sinks) // size - 1, 0)
+        out = np.arange(held, dtype=float) + size
+        out[:sinks] = 4 * (T + STEPS) - np.arange(sinks)
+        for part in range(parts):
+            now, ahead = (slice(sinks + (part + a) * size, sinks + (part + 1 + a) * size) for a in (0, 1))
+            share = np.zeros(size)
+            for x in (KEYS[b, kept, h], VALUES[b, kept, h]):
+                low, high = x[ahead].min(axis=0), x[ahead].max(axis=0)
+                e = np.exp(((x[now] - low) / (high - low)).std(axis=-1, ddof=1))
+                share += e / e.sum()
+            out[now] = np.argsort(np.argsort(share))
+        return out
+
+    return score
+
+
+def r_kv(window: int, kernel: int, share: float, similar: float) -> Score:
+    def score(b: int, h: int, kept: list[int], seen: int) -> np.ndarray:
+        held, old = len(kept), len(kept) - window
+        if old <= 0:
+            return np.zeros(held)
+        k = KEYS[b, kept, h]
+        s = np.stack([Q[b, seen - window : seen, n] @ k[:old].T / np.sqrt(H) for n in of_group(h)]).max(
+            axis=0
+        )
+        e = np.exp(s - s.max(axis=-1, keepdims=True))
+        votes = (e / e.sum(axis=-1, keepdims=True)).mean(axis=0)
+        pooled = [votes[max(0, j - kernel // 2) : j + kernel // 2 + 1].max() for j in range(old)]
+        unit = k / np.linalg.norm(k, axis=-1, keepdims=True)
+        cosine = unit @ unit.T
+        np.fill_diagonal(cosine, 0)
+        for row in cosine:
+            row[max(np.flatnonzero(row > similar), default=0)] = 0
+        e = np.exp(cosine.mean(axis=0))
+        return np.append(share * np.array(pooled), [0] * window) - (1 - share) * e / e.sum()
+
+    return score
+
+
+def norm(b: int, h: int, kept: list[int], seen: int) -> np.ndarray:
+    return -np.linalg.norm(KEYS[b, kept, h], axis=-1)
+
+
+def simulate(
+    score: Score, newest: int, every: int, shares: bool = False, spares: bool = False
+) -> tuple[list, np.ndarray]:
+    """[step][row][head] kept positions, and what each step mixes."""
+    out, sets = np.zeros((2, STEPS, N, H)), []
+
+    def cut(b: int, kept: list[list[int]], seen: int) -> list[list[int]]:
+        first = PROMPTS[b] if spares else SINKS
+        stays = [[p for p in x if p < first or p >= seen - newest] for x in kept]
+        scores = [dict(zip(x, score(b, h, x, seen))) for h, x in enumerate(kept)]
+        for h, x in enumerate(stays):
+            scores[h] |= dict.fromkeys(x, np.inf)
+        room = [TARGET + (PROMPTS[b] if spares else 0)] * K
+        if shares:  # AdaKV without a floor: the layer's best, of equals the lower head and position
+            best = sorted(((-s, h, p) for h in range(K) for p, s in scores[h].items()))[: K * TARGET]
+            room = [sum(h == of for _, of, _ in best) for h in range(K)]
+        order = [sorted(x, key=lambda p: (-scores[h][p], p)) for h, x in enumerate(kept)]
+        return [sorted(x[: max(n, len(s))]) for x, n, s in zip(order, room, stays)]
+
+    now = [cut(b, [list(range(n))] * K, int(n)) for b, n in enumerate(PROMPTS)]
+    for step in range(STEPS):
+        for b, n in enumerate(PROMPTS):
+            i = int(n) + step
+            now[b] = [[*x, i] for x in now[b]]
+            if (i + 1) % every == 0:
+                now[b] = cut(b, now[b], i + 1)
+            for q in range(N):
+                kept = now[b][q // GROUP]
+                out[b, step, q] = attention(b, q, i, kept) @ VALUES[b, kept, q // GROUP]
+        sets.append([[list(x) for x in row] for row in now])
+    return sets, out
+
+
+def heads(at: np.ndarray) -> dict:
+    """Tokens of each row at positions [B, T] (anything where EMPTY)."""
+    index = np.maximum(at, 0)[..., None, None]
+    q, k, v = (jnp.asarray(np.take_along_axis(x, index, 1), jnp.float32) for x in (Q, KEYS, VALUES))
+    return vars(Heads(q=q, k=k, v=v, q_pre=q, k_pre=k, hidden=q[..., 0, :]))
+
+
+CASES = {
+    "snapkv": (SnapKV(window=3, kernel=3), snap(3, 3)),
+    "keydiff": (KeyDiff(), keydiff),
+    "scissorhands": (Scissorhands(window=5, recent=2), scissorhands(5)),
+    "expected_attention": (ExpectedAttention(ahead=4, sinks=1, newest=5), expected(5, 1)),
+    "r_kv": (RKV(0.5, window=3, kernel=3), r_kv(3, 3, 0.5, 0.5)),
+    "lagkv": (LagKV(lag=2, sinks=1), lag(2, 1)),
+}
+
+
+def kept_and_mixed(policy: Policy) -> tuple[list, np.ndarray]:
+    """What ``simulate`` gives, by the layer's own loop."""
+    w = policy.window(99)
+    queries = {name: (N, n) for name, n in policy.queries.items()}
+    ring = rings.empty(2, K, w, H, jnp.dtype(jnp.float32), policy.keeps, queries=queries)
+    cache = LayerCache(ring=ring, pages=room(2, K, H, entries=7, size=4, meta=policy.keeps), summary=None)
+    total = jnp.asarray(PROMPTS)
+
+    @jax.jit
+    def begin(cache, x, pos):
+        site = layer.LayerInfo(policy, {}, 0, 1, None, total)
+        _, new = layer.prompt(site, Heads(**x), pos)
+        return layer.store(site, cache, new, total)
+
+    @jax.jit
+    def step(cache, x, length):
+        info = layer.LayerInfo(policy, {}, 0, 1, None, total)
+        _, (cache, read) = layer.step(info, Heads(**x), cache, length, jnp.asarray([True, True]))
+        return read.out, cache
+
+    at = np.where(np.arange(T) < PROMPTS[:, None], np.arange(T), EMPTY)
+    cache = begin(cache, heads(at), jnp.asarray(at))
+    sets, out = [], np.zeros((2, STEPS, N, H))
+    for i in range(STEPS):
+        mixed, cache = step(cache, heads(PROMPTS[:, None] + i), total + i)
+        out[:, i] = mixed[:, 0]
+        slots = per_head.slots(cache.pools)
+        pos, live = np.asarray(slots.pos), np.asarray(slots.live)
+        seen = PROMPTS + i + 1
+        held = [[[*pos[b, h][live[b, h]], *range(n - w, n)] for h in range(K)] for b, n in enumerate(seen)]
+        sets.append([[sorted(x) for x in row] for row in held])
+    return sets, out
+
+
+def same(policy: Policy, right: tuple[list, np.ndarray]) -> None:
+    sets, out = kept_and_mixed(policy)
+    assert sets == right[0]
+    np.testing.assert_allclose(out, right[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_held_is_ranked_as_a_prompt_with_gaps(name: str, every: int) -> None:
+    eviction, score = CASES[name]
+    policy = Policy(eviction=eviction, budget=Uniform(TARGET, Every(every)), sinks=SINKS)
+    same(policy, simulate(score, policy.ring_tokens, every))
+
+
+@pytest.mark.parametrize("eviction", [CASES["snapkv"], (KNorm(), norm)])
+def test_a_prompt_that_is_kept_is_not_counted(eviction: tuple[Eviction, Score]) -> None:
+    budget = Uniform(TARGET, Every(2), prompt="keep")
+    policy = Policy(eviction=eviction[0], budget=budget, sinks=SINKS)
+    same(policy, simulate(eviction[1], policy.ring_tokens, 2, spares=True))
+
+
+@pytest.mark.parametrize("eviction", [CASES["snapkv"], (KNorm(), norm)])
+def test_heads_divide_a_layers_slots_again(eviction: tuple[Eviction, Score]) -> None:
+    policy = Policy(eviction=eviction[0], budget=Ada(TARGET, floor=0.0, when=Every(3)), sinks=SINKS)
+    same(policy, simulate(eviction[1], policy.ring_tokens, 3, shares=True))

@@ -1,0 +1,59 @@
+"""A model on two virtual devices beside one: a program, since JAX counts devices once.
+
+    python tests/two_devices.py FOLDER POLICY [WEIGHT_DTYPE]
+
+One line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+
+import compiler
+
+compiler.take_the_short_way()
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+import kvjax  # noqa: E402
+from kvjax.weights import fingerprint  # noqa: E402
+
+LENGTHS, NEW = (45, 30), 8
+
+
+def main(folder: str, policy: str, weight_dtype: str | None = None) -> None:
+    one = kvjax.load(folder, "float32", weight_dtype=weight_dtype)
+    two = kvjax.load(folder, "float32", weight_dtype=weight_dtype, mesh="tensor=2")
+    draw = np.random.default_rng(0)
+    prompts = [draw.permutation(one.spec.vocab_size)[:length].tolist() for length in LENGTHS]
+    lives = {"one": (one, None), "two": (two, None), "moved": (one, "tensor=2")}
+    said = {
+        name: np.asarray(
+            kvjax.generate(model, policy, prompts, max_new_tokens=NEW, stops=(), mesh=mesh).tokens
+        ).tolist()
+        for name, (model, mesh) in lives.items()
+    }
+    logits = [np.asarray(kvjax.prefill(model, policy, prompts, context=64)[1]) for model in (one, two)]
+    shapes = {
+        jax.tree_util.keystr(path): [leaf.shape, leaf.sharding.shard_shape(leaf.shape)]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(two.params["layers"][0])
+    }
+    print(
+        json.dumps(
+            {
+                "said": said,
+                "fingerprints": [fingerprint(one), fingerprint(two)],
+                "apart": float(np.abs(logits[0] - logits[1]).max()),
+                "shapes": shapes,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
