@@ -219,6 +219,22 @@ class EngineRequest:
         """Tokens it may still write."""
         return self.options.max_new_tokens - len(self.written)
 
+    @property
+    def shaped(self) -> bool:
+        """Does it change logits before a draw (``kvjax.sampling.Shaping``)?"""
+        return self.sampling.shaping is not None
+
+    @property
+    def how(self) -> Sampling:
+        """How its next token is drawn: ``sampling``, and what was written so far."""
+        shaping = self.sampling.shaping
+        if shaping is None:
+            return self.sampling
+        tokens, begin = np.array(shaping.tokens), len(self.tokens)
+        tokens[0, begin : begin + len(self.written)] = self.written
+        shaping = dataclasses.replace(shaping, tokens=tokens)  # type: ignore[arg-type]
+        return dataclasses.replace(self.sampling, shaping=shaping)
+
     @functools.cached_property
     def structure(self) -> tuple[str, str, str]:
         """What rows of one batch have in common, besides the sizes of their lists."""
