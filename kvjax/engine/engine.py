@@ -424,7 +424,7 @@ class Engine:
                 self._make_calls(wait)
                 wait = 0.0 if self._scheduler.turn() else 0.25
                 for number in [number for number, ticket in list(self._tickets.items()) if ticket.done]:
-                    del self._tickets[number]
+                    self._counters.request_ended(self._tickets.pop(number).usage)
         except BaseException as fault:  # a request's own faults are caught where they happen
             self._fault = fault
         finally:

@@ -494,6 +494,9 @@ class Prefiller:
         try:
             if memory.room(prefill.need, besides=prefill.batch):
                 prefill.begin()
+                if not request.begun:
+                    self._counters.queue.add(time.monotonic() - request.ticket.submitted)
+                    request.begun = True
                 return True
             if memory.running or memory.reading():
                 return False

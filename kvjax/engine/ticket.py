@@ -207,6 +207,7 @@ class EngineRequest:
     without_batch: bool = False  # is there no batch for it, and no memory for one?
     alone: bool = False  # had all idle batches to go for it?
     overtaken: int = 0  # requests that came later and were begun before it, while it had no batch
+    begun: bool = False  # has its prompt ever begun to be read?
     last: float | None = None  # when its last tokens were handed out
 
     @property
