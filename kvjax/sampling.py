@@ -184,8 +184,8 @@ def sampling(
         value = values[name]
         if not np.all(legal(value)):
             raise ValueError(f"sampling({name}={value.tolist()}) is out of range. Give numbers {rule}.")
-    single = logit_bias is None or isinstance(logit_bias, Mapping)
-    biases = [logit_bias or {}] * rows if single else list(logit_bias)  # type: ignore[arg-type]
+    same = logit_bias is None or isinstance(logit_bias, Mapping)
+    biases: list[Biases] = [logit_bias or {}] * rows if same else [*logit_bias]  # type: ignore[list-item, misc]
     if len(biases) != rows or any(id < 0 or not np.isfinite(x) for row in biases for id, x in row.items()):
         raise ValueError(
             f"sampling(logit_bias={logit_bias}) does not fit. Give finite numbers by token id, for all rows "
@@ -227,7 +227,8 @@ def sampling(
 
 def no_shaping(rows: int, context: int, biases: int, stops: int) -> Any:
     """A ``Shaping`` of arrays on the host that changes nothing, for rows beside others that do."""
-    zeros, no_ids = np.zeros(rows, np.float32), functools.partial(np.full, fill_value=EMPTY, dtype=np.int32)
+    zeros = np.zeros(rows, np.float32)
+    no_ids: Any = functools.partial(np.full, fill_value=EMPTY, dtype=np.int32)
     return Shaping(
         frequency=zeros,  # type: ignore[arg-type]
         presence=zeros,  # type: ignore[arg-type]

@@ -131,6 +131,7 @@ def certificate(tmp_path_factory):
     return files
 
 
+@pytest.mark.slow
 def test_with_a_certificate_it_speaks_https(tiny_folder, certificate):
     cert, key = map(str, certificate)
     with running(tiny_folder, "--ssl-certfile", cert, "--ssl-keyfile", key) as server:

@@ -123,7 +123,7 @@ class _Collector:
 
 def _histogram(name: str, what: str, bounds: Sequence[float], values: Seconds | Lengths) -> core.Metric:
     histogram = core.HistogramMetricFamily(f"kvjax_{name}", what)
-    buckets = [(str(bound), float(count)) for bound, count in zip(bounds, values.buckets)]
+    buckets = [(str(float(bound)), float(count)) for bound, count in zip(bounds, values.buckets)]
     histogram.add_metric([], [*buckets, ("+Inf", float(values.count))], values.sum)
     return histogram
 
