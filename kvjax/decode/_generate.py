@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from kvjax.decode._checks import (
     check_continues,
     check_space,
     check_weights,
+    read_ids,
     read_policy,
     read_prompts,
     warn_of_windows,
@@ -26,7 +27,7 @@ from kvjax.decode._checks import (
 from kvjax.decode._loop import DecodeRows, first_token, write
 from kvjax.decode._placement import check_same_call, mesh_for, on_mesh
 from kvjax.decode._prefill import prefill
-from kvjax.sampling import Sampling, sampling
+from kvjax.sampling import Biases, Sampling, sampling
 from kvjax.sharding.mesh import Mesh
 from kvjax.types import EMPTY, Params, Weighted
 from kvjax.weights import weights_for
@@ -57,6 +58,12 @@ def generate(
     temperature: float | Sequence[float] = 0.0,
     top_k: int | Sequence[int] = 0,
     top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
+    frequency_penalty: float | Sequence[float] = 0.0,
+    presence_penalty: float | Sequence[float] = 0.0,
+    repetition_penalty: float | Sequence[float] = 1.0,
+    logit_bias: Biases | Sequence[Biases] | None = None,
+    min_tokens: int | Sequence[int] = 0,
     seed: int = 0,
     stops: Sequence[int] | None = None,
     chunk_size: int = CHUNK,
@@ -71,7 +78,8 @@ def generate(
       policy: what the KV cache keeps, also in the one-string form.
       prompts: as in ``prefill``.
       max_new_tokens: most new tokens a row.
-      temperature, top_k, top_p, seed: see ``kvjax.sampling``.
+      temperature, top_k, top_p, min_p, frequency_penalty, presence_penalty, repetition_penalty, logit_bias,
+        min_tokens, seed: see ``kvjax.sampling``.
       stops: token ids that end a row; None for the model's own (``spec.eos``), () for none.
       chunk_size, page: as in ``prefill``.
       weights: the policy's learned weights; by default those that the model ships.
@@ -84,17 +92,34 @@ def generate(
     if max_new_tokens < 1:
         raise RequestError(f"generate(max_new_tokens={max_new_tokens}) writes nothing. Give 1 or more.")
     rows, most = read_prompts("generate", model, prompts), model.network.max_positions
+    for biases in [logit_bias] if isinstance(logit_bias, Mapping) else logit_bias or ():
+        read_ids("generate(logit_bias=...)", model, [*biases])
     stops = _end_tokens(model) if stops is None else stops
     longest = max((len(row) for row in rows), default=0)
     policy = read_policy(policy, model, prompt=longest, answer=max_new_tokens)
     weights = weights_for(policy, model) if weights is None else weights
-    how = sampling(len(rows), temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if longest + max_new_tokens > most:
         raise RequestError(
             f"generate(max_new_tokens={max_new_tokens}) after {longest} prompt tokens exceeds the model's "
             f"{most} positions. Ask for fewer tokens, or shorten the prompt."
         )
     context = bucket(longest + max_new_tokens, most)
+    how = sampling(
+        len(rows),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=logit_bias,
+        min_tokens=min_tokens,
+        seed=seed,
+        prompts=rows,
+        stops=stops,
+        context=context,
+    )
     where = mesh_for("generate", model, mesh, len(rows))
     check_same_call(
         "generate", where, policy, weights or {}, {"the sampling": (how, max_new_tokens, [*stops])}

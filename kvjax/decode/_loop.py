@@ -92,7 +92,13 @@ class DecodeRows:
         token = sample(logits, self.how, position)
         left = self.left - (~self.done).astype(jnp.int32)
         done = self.done | (left <= 0) | jnp.any(token[:, None] == self.stops[None, :], axis=-1)
-        after = dataclasses.replace(self, token=jnp.where(self.done, self.token, token), done=done, left=left)
+        after = dataclasses.replace(
+            self,
+            token=jnp.where(self.done, self.token, token),
+            done=done,
+            left=left,
+            how=self.how.after(token, position, self.active),
+        )
         return after, jnp.where(self.done, EMPTY, token)
 
 

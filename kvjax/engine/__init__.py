@@ -67,9 +67,10 @@ from kvjax.engine.errors import (
     TooManyStructures,
 )
 from kvjax.engine.memory import batch_bytes
-from kvjax.engine.metrics import BUCKETS, BatchMetrics, Metrics, Seconds
+from kvjax.engine.metrics import BUCKETS, LENGTHS, BatchMetrics, Lengths, Metrics, Seconds
 from kvjax.engine.request import (
     FINISHES,
+    MOST_BIASES,
     MOST_LOGPROBS,
     Event,
     HeldPositions,
@@ -83,7 +84,9 @@ from kvjax.engine.ticket import Ticket
 
 __all__ = [
     "BUCKETS",
+    "LENGTHS",
     "FINISHES",
+    "MOST_BIASES",
     "MOST_LOGPROBS",
     "BatchMetrics",
     "ContextExists",
@@ -100,6 +103,7 @@ __all__ = [
     "HeldPositions",
     "Inspection",
     "KVUsage",
+    "Lengths",
     "MemoryFull",
     "Metrics",
     "QueueFull",

@@ -33,10 +33,10 @@ from kvjax.engine.decoding import (
 )
 from kvjax.engine.metrics import BatchMetrics, live, usages
 from kvjax.engine.pages import StoredState
-from kvjax.engine.request import MOST_STOPS, KVUsage, LearnedWeights
+from kvjax.engine.request import MOST_BIASES, MOST_STOPS, KVUsage, LearnedWeights
 from kvjax.engine.ticket import EngineRequest
 from kvjax.layer import stack_policies
-from kvjax.sampling import Sampling
+from kvjax.sampling import Sampling, no_shaping
 from kvjax.sharding.mesh import ONE
 from kvjax.types import EMPTY, Weighted
 
@@ -167,6 +167,7 @@ class RunningBatch:
         self._stacked: tuple[list[int], Policy] | None = None
         self._sized: dict[tuple[int, ...], SizedPrograms] = {}  # by pages of each pool
         self._steps: Callable[..., Any] | None = None  # the program of the next steps, once it was found
+        self._steps_shape = False  # is it one that shapes draws?
         self._flight: tuple[float, SampledTokens, Snapshot] | None = None
 
     # --- what there is -----------------------------------------------------------------------------
@@ -199,6 +200,11 @@ class RunningBatch:
     def shared(self) -> bool:
         """Is its program the one that reads pages of several owners?"""
         return any(pages.shared for layer in self.state.layers for pages in layer.pools)
+
+    @property
+    def shaped(self) -> bool:
+        """Does any row shape its draws (``kvjax.sampling.Shaping``)?"""
+        return any(row.request.shaped for row in self.taken.values())
 
     def spare(self) -> list[int]:
         """Pages of each pool that are free in every layer and not reserved, on the device that has fewest.
@@ -401,10 +407,14 @@ class RunningBatch:
     def step(self, steps: int, now: int) -> None:
         """Begins up to ``now`` tokens of every row, by the program of ``steps``; ``land`` waits for them."""
         network, params, learned = self.model.network, self.model.params, self.structure.learned.weights
-        inputs = (network, self._policies(), steps, params, learned, self.state, self._inputs(now))
+        known_inputs = (network, self._policies(), steps, params, learned, self.state)
         if self._steps is None:
-            self._steps = self.sized_programs(self.counts).steps.find(*inputs)
-        self.state, drawn, known = self._steps(*inputs)
+            found, self._steps_shape = self.sized_programs(self.counts).steps, self.shaped
+            # The last row that shaped its draws has gone: rather its program than a pause for another.
+            if not self.shaped and not found.program(*known_inputs, self._inputs(now, False)).ready:
+                self._steps_shape = found.program(*known_inputs, self._inputs(now, True)).ready
+            self._steps = found.find(*known_inputs, self._inputs(now, self._steps_shape))
+        self.state, drawn, known = self._steps(*known_inputs, self._inputs(now, self._steps_shape))
         self._flight = time.monotonic(), drawn, known
 
     @property
@@ -434,6 +444,7 @@ class RunningBatch:
         source: KVState | None = None,
         counts: Sequence[int] | None = None,
         shared: bool | None = None,
+        shaped: bool = False,
     ) -> list[Program]:
         """All that it runs with pools of so many pages, which rows may share or may not.
 
@@ -442,6 +453,7 @@ class RunningBatch:
           source: a row that is to enter, or its shapes.
           counts: pages of each pool; those it has by default.
           shared: may rows share pages? By default as now.
+          shaped: does the row that is to enter shape its draws?
         """
         grows = counts is not None and list(counts) != self.counts
         counts = list(self.counts if counts is None else counts)
@@ -450,7 +462,7 @@ class RunningBatch:
         state = paging.marked_shared(paging.shapes_with(self.state, counts), shared)
         numbers, mask = _bare(state), np.zeros(len(self.rows), bool)
         inputs = (self.model.network, self._policies(), steps, self.model.params, own.learned.weights)
-        programs = [sized.steps.program(*inputs, state, self._inputs(steps))]
+        programs = [sized.steps.program(*inputs, state, self._inputs(steps, shaped or self.shaped))]
         programs.append(own.without_rows.program(numbers, (), mask))
         if not self.made:
             programs.append(own.make.program(len(self.rows), tuple(counts)))
@@ -478,7 +490,7 @@ class RunningBatch:
             self._stacked, self._steps = (key, stack_policies(policies)), None
         return self._stacked[1]
 
-    def _inputs(self, steps: int) -> BatchInputs:
+    def _inputs(self, steps: int, shaped: bool) -> BatchInputs:
         """What a program of so many steps takes of the rows; free rows take no part."""
         rows = len(self.rows)
         token, left = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
@@ -489,7 +501,10 @@ class RunningBatch:
             token[number], left[number], active[number] = request.written[-1], request.left, True
             stops[number, : len(request.stops)] = request.stops
             ranked[number] = request.options.logprobs is not None
-        samplings = [GREEDY if row is None else row.request.sampling for row in self.rows]
+        samplings = [GREEDY if row is None else row.request.how for row in self.rows]
+        if shaped:
+            plain = no_shaping(1, self.state.context, MOST_BIASES, MOST_STOPS)
+            samplings = [dataclasses.replace(x, shaping=x.shaping or plain) for x in samplings]
         return BatchInputs(
             token=token,
             active=active,

@@ -152,7 +152,8 @@ def decode_steps(
         written = dataclasses.replace(fresh, token=jnp.where(rows.active, fresh.token, EMPTY))
         left = rows.left - rows.active
         active = rows.active & (left > 0) & ~jnp.any(token[:, None] == rows.stops, axis=-1)
-        return dataclasses.replace(rows, token=token, left=left, active=active), written
+        how = rows.how.after(token, state.length, rows.active)
+        return dataclasses.replace(rows, token=token, left=left, active=active, how=how), written
 
     state, _, drawn = decode.decode_loop(step, advance, state, rows, drawn, rows.steps)
     return state, drawn, snapshot_of(state)

@@ -24,6 +24,8 @@ from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, Metrics
 from kvjax.engine.pages import paged
 from kvjax.engine.request import (
+    MOST_BIASES,
+    MOST_STOPS,
     Inspection,
     LearnedWeights,
     Request,
@@ -236,13 +238,26 @@ class Engine:
             ids = np.concatenate([self.contexts.tokens(request.context, request.owner, policy, learned), ids])
         check_space(request, len(ids), self._settings.context)
         (pieces,) = decode.prompt_pieces("Request(prompt=...)", self._model, policy, [ids])
+        decode.read_ids("Request(logit_bias=...)", self._model, [*(request.logit_bias or {})])
+        stops = read_stops(request, self._model)
         how = sampling(
             1,
             temperature=request.temperature,
             top_k=request.top_k,
             top_p=request.top_p,
+            min_p=request.min_p,
+            frequency_penalty=request.frequency_penalty,
+            presence_penalty=request.presence_penalty,
+            repetition_penalty=request.repetition_penalty,
+            logit_bias=request.logit_bias,
+            min_tokens=request.min_tokens,
             seed=request.seed,
             requests=[request.draw],
+            prompts=[ids],
+            stops=stops,
+            context=self._settings.context,
+            most_biases=MOST_BIASES,
+            most_stops=MOST_STOPS,
         )
         number = next(self._ids)
         return EngineRequest(
@@ -257,7 +272,7 @@ class Engine:
             tokens=ids,
             policy=batched,
             learned=learned,
-            stops=read_stops(request, self._model),
+            stops=stops,
             sampling=jax.device_get(how),
             context=request.context or "",
             keep_as=keep_as,
@@ -409,7 +424,7 @@ class Engine:
                 self._make_calls(wait)
                 wait = 0.0 if self._scheduler.turn() else 0.25
                 for number in [number for number, ticket in list(self._tickets.items()) if ticket.done]:
-                    del self._tickets[number]
+                    self._counters.request_ended(self._tickets.pop(number).usage)
         except BaseException as fault:  # a request's own faults are caught where they happen
             self._fault = fault
         finally:

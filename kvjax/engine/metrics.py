@@ -6,7 +6,7 @@ import bisect
 import collections
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from kvjax import metrics
 from kvjax.cache.state import KVState
 from kvjax.engine.decoding import Snapshot
-from kvjax.engine.request import HeldPositions, KVUsage
+from kvjax.engine.request import HeldPositions, KVUsage, Usage
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -38,6 +38,24 @@ class Seconds:
     count: int
     sum: float
     recent: tuple[float, ...]
+
+
+LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+"""Upper bounds in tokens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Numbers of tokens, all that ever were.
+
+    Attributes:
+      buckets: how many were at most each of ``LENGTHS`` (cumulative).
+      count, sum: of all.
+    """
+
+    buckets: tuple[int, ...]
+    count: int
+    sum: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +105,9 @@ class Metrics:
       kv_allocated: bytes they have.
       pauses: seconds for which running rows stood still while a prompt was read or a batch made.
       time_to_first_token, between_tokens: as clients see them.
+      queue_time: from the submission of requests to the first time that their prompt begins to be read.
+      total_time: from there to their end, whatever the reason.
+      prompt_lengths, completion_lengths: of requests that ended.
     """
 
     queued: int
@@ -107,20 +128,24 @@ class Metrics:
     pauses: Seconds
     time_to_first_token: Seconds
     between_tokens: Seconds
+    queue_time: Seconds
+    total_time: Seconds
+    prompt_lengths: Lengths
+    completion_lengths: Lengths
 
 
 # --- counting ------------------------------------------------------------------------------------
 
 
 class Histogram:
-    """Collects durations; one thread writes."""
+    """Collects durations, or lengths; one thread writes."""
 
-    def __init__(self) -> None:
-        self._counts, self._sum = [0] * (len(BUCKETS) + 1), 0.0
+    def __init__(self, bounds: Sequence[float] = BUCKETS) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
         self._recent: collections.deque[float] = collections.deque(maxlen=1024)
 
     def add(self, seconds: float, times: int = 1) -> None:
-        self._counts[bisect.bisect_left(BUCKETS, seconds)] += times
+        self._counts[bisect.bisect_left(self._bounds, seconds)] += times
         self._sum += seconds * times
         self._recent.extend([seconds] * min(times, 64))
 
@@ -128,12 +153,18 @@ class Histogram:
         *buckets, total = np.cumsum(self._counts).tolist()
         return Seconds(buckets=tuple(buckets), count=total, sum=self._sum, recent=tuple(self._recent.copy()))
 
+    def lengths(self) -> Lengths:
+        *buckets, total = np.cumsum(self._counts).tolist()
+        return Lengths(buckets=tuple(buckets), count=total, sum=int(self._sum))
+
 
 class Counters:
     """What has happened since the engine began; its thread writes them."""
 
     def __init__(self) -> None:
         self.pauses, self.first, self.between = Histogram(), Histogram(), Histogram()
+        self.queue, self.total = Histogram(), Histogram()
+        self.prompts, self.completions = Histogram(LENGTHS), Histogram(LENGTHS)
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = self.preempted = 0
         self._requests: collections.Counter[str] = collections.Counter()
         self._seen = self._kept = 0
@@ -162,6 +193,12 @@ class Counters:
             self._seen += kv.seen * kv.layers.size
             self._kept += int(kv.layers.sum())
 
+    def request_ended(self, usage: Usage) -> None:
+        """What a request that ended took."""
+        self.total.add(usage.total)
+        self.prompts.add(usage.prompt_tokens)
+        self.completions.add(usage.completion_tokens)
+
     def retry_after(self, waiting: int) -> float:
         """Seconds in which there may be space in a queue of so many requests."""
         if len(self._ends) < 2:
@@ -184,6 +221,10 @@ class Counters:
             pauses=self.pauses.snapshot(),
             time_to_first_token=self.first.snapshot(),
             between_tokens=self.between.snapshot(),
+            queue_time=self.queue.snapshot(),
+            total_time=self.total.snapshot(),
+            prompt_lengths=self.prompts.lengths(),
+            completion_lengths=self.completions.lengths(),
             **now,
         )
 

@@ -494,6 +494,9 @@ class Prefiller:
         try:
             if memory.room(prefill.need, besides=prefill.batch):
                 prefill.begin()
+                if not request.begun:
+                    self._counters.queue.add(time.monotonic() - request.ticket.submitted)
+                    request.begun = True
                 return True
             if memory.running or memory.reading():
                 return False
@@ -558,7 +561,7 @@ class Prefiller:
             raise self._too_large(prefill)
         if batch is not None and batch.sized:
             source = None if prefill.whole else prefill.shapes
-            prefill.programs += batch.programs(self._settings.segment, source)
+            prefill.programs += batch.programs(self._settings.segment, source, shaped=request.shaped)
         return prefill
 
     def _reading(self, request: EngineRequest, structure: Structure) -> int:
@@ -744,7 +747,7 @@ class Prefiller:
         if not batch.sized or not all(n <= have for n, have in zip(need, batch.spare())):
             return self._grow(prefill, batch, need)
         shared = batch.shared or lender is not None
-        programs = batch.programs(self._settings.segment, state, shared=shared)
+        programs = batch.programs(self._settings.segment, state, shared=shared, shaped=request.shaped)
         if not all(program.ready for program in programs):
             prefill.compile(programs)
             self._wait(prefill)
@@ -776,7 +779,9 @@ class Prefiller:
                 f"the row needs {batch.bytes_of(need)} bytes of pages beside {memory.allocated()} that "
                 f"are held, and kv_memory is {settings.kv_memory}. Raise it, or ask for fewer tokens.",
             )
-        programs = batch.programs(settings.segment, prefill.state, prefill.growth)
+        programs = batch.programs(
+            settings.segment, prefill.state, prefill.growth, shaped=prefill.request.shaped
+        )
         if not all(program.ready for program in programs):
             prefill.compile(programs)
             self._wait(prefill)

@@ -25,6 +25,9 @@ MOST_LOGPROBS = 20
 MOST_STOPS = 16
 """Most token ids that end a text."""
 
+MOST_BIASES = 300
+"""Most token ids whose logits a request may change, as in OpenAI's protocol."""
+
 FINISHES = ("stop", "length", "cancelled", "deadline")
 """Why a text ended: an end token, ``max_new_tokens``, ``Ticket.cancel``, ``Request.deadline``."""
 
@@ -37,6 +40,9 @@ class Request:
       prompt: token ids as the model reads them (BOS included); at least one, or what follows ``context``.
       max_new_tokens: most new tokens; 0 only with ``echo``.
       temperature, top_k, top_p: as in ``kvjax.sampling``; temperature 0 is greedy.
+      min_p, frequency_penalty, presence_penalty, repetition_penalty: as in ``kvjax.sampling``.
+      logit_bias: what is added to the logits of at most ``MOST_BIASES`` tokens, by id.
+      min_tokens: new tokens before one that ends the text may be drawn.
       seed, draw: name the draws. Equal requests with equal seed and draw give equal texts; the n texts of one
         question have draws 0 … n - 1.
       logprobs: None for none; 0 for each token's own; n for those of the n likeliest tokens too (at most
@@ -59,6 +65,12 @@ class Request:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    min_tokens: int = 0
     seed: int = 0
     draw: int = 0
     logprobs: int | None = None
@@ -189,6 +201,25 @@ def check_numbers(request: Request) -> None:
         ("temperature", _number(request.temperature, 0, math.inf), "a number, 0 (greedy) or more"),
         ("top_k", _whole(request.top_k, 0), "a whole number, 0 (all) or more"),
         ("top_p", _number(request.top_p, 0, 1) and request.top_p > 0, "a number above 0, at most 1"),
+        ("min_p", _number(request.min_p, 0, 1), "a number from 0 (all) to 1"),
+        ("frequency_penalty", _number(request.frequency_penalty), "a finite number"),
+        ("presence_penalty", _number(request.presence_penalty), "a finite number"),
+        (
+            "repetition_penalty",
+            _number(request.repetition_penalty, 0) and request.repetition_penalty > 0,
+            "a number above 0 (1 changes nothing)",
+        ),
+        (
+            "logit_bias",
+            len(request.logit_bias or {}) <= MOST_BIASES
+            and all(_whole(id, 0) and _number(bias) for id, bias in (request.logit_bias or {}).items()),
+            f"finite numbers for at most {MOST_BIASES} token ids",
+        ),
+        (
+            "min_tokens",
+            _whole(request.min_tokens, 0, request.max_new_tokens),
+            "a whole number from 0 to max_new_tokens",
+        ),
         ("seed", _whole(request.seed, 0, 2**32 - 1), "a whole number from 0 to 2**32 - 1"),
         ("draw", _whole(request.draw, 0, 2**31 - 1), "a whole number from 0 to 2**31 - 1"),
         (
@@ -213,7 +244,7 @@ def _whole(value: Any, least: int, most: float = math.inf) -> bool:
     return bool(good and least <= value <= most)
 
 
-def _number(value: Any, low: float, high: float) -> bool:
+def _number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
     good = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     return bool(good and math.isfinite(value) and low <= value <= high)
 

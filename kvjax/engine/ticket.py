@@ -207,6 +207,7 @@ class EngineRequest:
     without_batch: bool = False  # is there no batch for it, and no memory for one?
     alone: bool = False  # had all idle batches to go for it?
     overtaken: int = 0  # requests that came later and were begun before it, while it had no batch
+    begun: bool = False  # has its prompt ever begun to be read?
     last: float | None = None  # when its last tokens were handed out
 
     @property
@@ -218,6 +219,22 @@ class EngineRequest:
     def left(self) -> int:
         """Tokens it may still write."""
         return self.options.max_new_tokens - len(self.written)
+
+    @property
+    def shaped(self) -> bool:
+        """Does it change logits before a draw (``kvjax.sampling.Shaping``)?"""
+        return self.sampling.shaping is not None
+
+    @property
+    def how(self) -> Sampling:
+        """How its next token is drawn: ``sampling``, and what was written so far."""
+        shaping = self.sampling.shaping
+        if shaping is None:
+            return self.sampling
+        tokens, begin = np.array(shaping.tokens), len(self.tokens)
+        tokens[0, begin : begin + len(self.written)] = self.written
+        shaping = dataclasses.replace(shaping, tokens=tokens)  # type: ignore[arg-type]
+        return dataclasses.replace(self.sampling, shaping=shaping)
 
     @functools.cached_property
     def structure(self) -> tuple[str, str, str]:

@@ -11,7 +11,7 @@ pytest.importorskip("fastapi", reason="pip install 'kvjax[serve]'")
 from openai.types import CompletionUsage, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
-from serving_client import FULL, generated
+from serving_client import FULL, generated, until
 
 import kvjax
 from kvjax import catalogue
@@ -228,27 +228,76 @@ def test_text_to_tokens_and_back(server, tiny_folder):
 
 
 def test_health_and_version(server):
-    assert server.ask.get("/health").json() == {"status": "ok"}
+    for path in ("/health", "/livez", "/readyz"):
+        assert server.ask.get(path).json() == {"status": "ok"}
     assert server.ask.get("/version").json()["version"] == kvjax.__version__
 
 
 def test_metrics_count_what_was_done(server):
     def counted(name: str) -> float:
         text = server.ask.get("/metrics").text
-        match = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+        match = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         assert match, f"{name} is not in:\n{text}"
         return float(match[1])
 
-    before = counted("kvjax_generation_tokens_total")
+    before = counted('kvjax_generation_tokens_total{model="tiny"}')
     server.complete(max_tokens=9, ignore_eos=True)
     assert server.idle()
-    assert counted("kvjax_generation_tokens_total") == before + 9
-    assert counted("kvjax_engine_up") == 1
-    assert counted("kvjax_num_requests_running") == 0
-    assert counted('kvjax_requests_total{reason="length"}') > 0
+    assert counted('kvjax_generation_tokens_total{model="tiny"}') == before + 9
+    assert counted('kvjax_engine_up{model="tiny"}') == 1
+    assert counted('kvjax_num_requests_running{model="tiny"}') == 0
+    assert counted('kvjax_requests_total{model="tiny",reason="length"}') > 0
     text = server.ask.get("/metrics").text
-    for name in ("time_to_first_token", "inter_token_latency", "pause"):
-        assert f'kvjax_{name}_seconds_bucket{{le="+Inf"}}' in text
+    times = (
+        "time_to_first_token",
+        "inter_token_latency",
+        "pause",
+        "request_queue_time",
+        "e2e_request_latency",
+    )
+    for name in (
+        *(f"{name}_seconds" for name in times),
+        "request_prompt_tokens",
+        "request_generation_tokens",
+    ):
+        assert f'kvjax_{name}_bucket{{le="+Inf",model="tiny"}}' in text
+
+
+def test_metrics_have_the_model_statuses_and_lengths(server):
+    def count(name: str, **labels: str) -> float:
+        labels = {"model": "tiny"} | labels
+        words = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
+        match = re.search(
+            rf"^{re.escape(f'kvjax_{name}{{{words}}}')} (\S+)$", server.ask.get("/metrics").text, re.M
+        )
+        return float(match[1]) if match else 0.0
+
+    assert all('model="tiny"' in x for x in server.ask.get("/metrics").text.splitlines() if x[0] != "#")
+    route = {"method": "POST", "route": TEXT}
+    before = [count("http_responses_total", **route, status=status) for status in ("200", "422")]
+    lengths = [count("request_generation_tokens_bucket", le=bound) for bound in ("10.0", "20.0", "+Inf")]
+    server.complete(max_tokens=11, ignore_eos=True)
+    server.refusal(TEXT, {"prompt": 5})
+    assert until(lambda: count("request_generation_tokens_count") == lengths[2] + 1)
+    after = [count("http_responses_total", **route, status=status) for status in ("200", "422")]
+    assert after == [number + 1 for number in before]
+    more = [count("request_generation_tokens_bucket", le=bound) for bound in ("10.0", "20.0", "+Inf")]
+    assert more == [lengths[0], lengths[1] + 1, lengths[2] + 1]
+    assert count("request_queue_time_seconds_count") == count("e2e_request_latency_seconds_count") > 0
+    server.ask.get("/nowhere/1"), server.ask.request("BREW", "/nowhere/2")
+    assert count("http_responses_total", method="GET", route="other", status="404") > 0
+    assert count("http_responses_total", method="other", route="other", status="404") > 0
+
+
+@pytest.mark.parametrize("path", ["/health", "/livez", "/readyz", "/v1/models", "/metrics", "/"])
+def test_head_is_get_without_a_body(server, path):
+    got, head = server.ask.get(path), server.ask.head(path)
+    assert (head.status_code, head.content, head.headers["content-type"]) == (
+        200,
+        b"",
+        got.headers["content-type"],
+    )
+    assert server.ask.head(TEXT).status_code == 405
 
 
 def test_requests_have_ids_and_the_log_no_prompts(server):
@@ -324,10 +373,18 @@ HI = {"messages": [{"role": "user", "content": "x"}]}
         (TEXT, {"prompt": "x", "temperature": -1}, 422, "temperature"),
         (TEXT, {"prompt": "x", "top_p": 0}, 422, "top_p"),
         (TEXT, {"prompt": "x", "n": 0}, 422, "n"),
-        (TEXT, {"prompt": "x", "kv_polcy": "full"}, 422, "kv_polcy"),
-        (TEXT, {"prompt": "x", "presence_penalty": 0.5}, 422, "presence_penalty"),
+        (TEXT, {"prompt": "x", "kv_polcy": "full"}, 400, "kv_polcy"),
+        (TEXT, {"prompt": "x", "kv_magic": 1}, 400, "kv_magic"),
+        (TEXT, {"prompt": "x", "tempreture": 1}, 400, "tempreture"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "naem": "y"}]}, 400, "messages.naem"),
+        (TEXT, {"prompt": "x", "presence_penalty": 2.5}, 422, "presence_penalty"),
+        (TEXT, {"prompt": "x", "repetition_penalty": 0}, 422, "repetition_penalty"),
+        (TEXT, {"prompt": "x", "min_p": 2}, 422, "min_p"),
+        (TEXT, {"prompt": "x", "min_tokens": 17}, 400, "min_tokens"),
+        (TEXT, {"prompt": "x", "logit_bias": {"260": 1}}, 400, "logit_bias"),
+        (TEXT, {"prompt": "x", "logit_bias": {"5": 101}}, 422, "logit_bias"),
+        (TEXT, {"prompt": "x", "logit_bias": {"a": 1}}, 422, "logit_bias"),
         (TEXT, {"prompt": "x", "logprobs": 21}, 422, "logprobs"),
-        (TEXT, {"prompt": "x", "logit_bias": {"5": 1}}, 422, "logit_bias"),
         (TEXT, {"prompt": [1, -1]}, 422, "prompt"),
         (TEXT, {"prompt": [1, 260]}, 400, "prompt"),
         (TEXT, {"prompt": []}, 400, "prompt"),
@@ -387,7 +444,7 @@ def test_the_router_refuses_in_the_same_shape(server, method, path, status, code
 
 def test_a_method_that_is_not_taken_is_told_those_that_are(server):
     allowed = [server.ask.options(path).headers["allow"] for path in (TEXT, "/v1/contexts", "/v1/contexts/x")]
-    assert allowed == ["POST", "GET, POST", "DELETE, GET"]
+    assert allowed == ["POST", "GET, HEAD, POST", "DELETE, GET, HEAD"]
 
 
 def test_what_is_no_json_is_refused(server):
@@ -434,9 +491,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"tools": [{"type": "function"}]}, "tools: not supported; leave it out."),
         ({"functions": [{}]}, "functions: not supported; leave it out."),
         ({"tool_choice": "required"}, "tool_choice: 'required' is not supported; send 'none'."),
-        ({"frequency_penalty": 0.5}, "frequency_penalty: not supported; leave it out."),
-        ({"logit_bias": {"5": 1}}, "logit_bias: not supported; leave it out."),
-        ({"repetition_penalty": 1.2}, "repetition_penalty: not supported; leave it out."),
         ({"store": True}, "store: not supported; leave it out."),
         (
             {"response_format": {"type": "json_object"}},

@@ -47,7 +47,8 @@ def test_without_the_key_nothing_is_said(guarded, header, path):
 
 def test_with_a_key_any_host_is_answered_and_health_needs_none(guarded):
     assert guarded.ask.get("/v1/models", headers={"Host": "my.server"}).status_code == 200
-    assert httpx.get(guarded.url + "/health").status_code == 200
+    for path in ("/health", "/livez", "/readyz"):
+        assert httpx.get(guarded.url + path).status_code == httpx.head(guarded.url + path).status_code == 200
     assert httpx.get(guarded.url + "/").status_code == 200
 
 
@@ -183,7 +184,7 @@ def test_a_fault_of_the_engine_turns_health_and_ends_the_server(tiny_folder):
         status, error = server.refusal("/health", method="GET")
         assert (status, error["code"]) == (503, "engine_dead")
         assert server.refusal(TEXT, {"prompt": "x"})[0] == 503
-        assert "kvjax_engine_up 0.0" in server.ask.get("/metrics").text
+        assert 'kvjax_engine_up{model="tiny"} 0.0' in server.ask.get("/metrics").text
         server.thread.join(10)
         assert server.code == 1
         line = next(line for line in server.lines() if line["event"] == "engine_fault")

@@ -96,7 +96,7 @@ def test_a_list_ends_at_its_first_fault(body, kind):
     ("body", "code"),
     [
         (b'{"metadata": {"a": [' + b"1," * 100 + b"1]}}", "context_length_exceeded"),
-        (b"{" + b",".join(b'"%d": 1' % number for number in range(65)) + b"}", "too_many_fields"),
+        (b"{" + b",".join(b'"%d": 1' % number for number in range(301)) + b"}", "too_many_fields"),
         (b'{"prompt": [' + (b"[" + b"[[[]]]," * 99 + b"{}],") * 99 + b"{}]}", "too_many_objects"),
         (b'{"temperature": NaN}', "invalid_json"),
         (b"[" * 1000 + b"]" * 1000, "invalid_json"),
@@ -317,7 +317,7 @@ def test_many_contexts_stop_no_text(small):
         answers = [pool.submit(create, number) for number in range(12)]
         assert until(lambda: sum(answer.done() for answer in answers) == 8)
         text = pool.submit(small.complete, max_tokens=1)
-        assert "kvjax_engine_up 1.0" in small.ask.get("/metrics", timeout=10).text
+        assert 'kvjax_engine_up{model="tiny"} 1.0' in small.ask.get("/metrics", timeout=10).text
         assert until(lambda: small.service.engine.metrics(wait=False).queued == 5)
         goes_on.set()
         assert text.result()["choices"]
@@ -400,5 +400,7 @@ def test_no_series_is_there_twice(small, monkeypatch):
     text = small.ask.get("/metrics").text
     series = [line.rsplit(" ", 1)[0] for line in text.splitlines() if not line.startswith("#")]
     assert len(series) == len(set(series))
-    rows = dict(re.findall(r'kvjax_lane_rows\{lane="write_gate\(0.1\)",weights="(\w+)@.*"\} (\S+)', text))
+    rows = dict(
+        re.findall(r'kvjax_lane_rows\{lane="write_gate\(0.1\)",model="tiny",weights="(\w+)@.*"\} (\S+)', text)
+    )
     assert rows == {"default": "6.0", "aggressive": "3.0"}

@@ -6,10 +6,11 @@ import importlib.resources
 
 from fastapi import FastAPI
 from fastapi.responses import Response
+from starlette.middleware.cors import CORSMiddleware
 
 import kvjax
 from kvjax.serve.http import completions, contexts, errors, info, metrics
-from kvjax.serve.http.middleware import AccessControl, BodyReader, Keys, RequestLog
+from kvjax.serve.http.middleware import AccessControl, BodyReader, HeadRequests, Keys, RequestLog, RootPath
 from kvjax.serve.http.service import Service
 
 DESCRIPTION = """OpenAI's protocol for a model whose KV cache follows a policy: `kv_policy` in a request says
@@ -36,7 +37,7 @@ PAGE_FILES = {
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 
-OPEN_PATHS = frozenset({"/health", *PAGE_FILES})
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", *PAGE_FILES})
 """What needs no key: whether the server lives, and the page, which shows nothing without a key."""
 
 
@@ -64,10 +65,26 @@ def make(service: Service, keys: Keys, *, local_only: bool) -> FastAPI:
     errors.install(app)
     # The middleware added last sees a request first.
     app.add_middleware(BodyReader, max_bytes=service.max_body, seconds=service.options.body_timeout)
+    origins = service.options.cors
     app.add_middleware(
-        AccessControl, keys=keys, clients=service.clients, local_only=local_only, open_paths=OPEN_PATHS
+        AccessControl,
+        keys=keys,
+        clients=service.clients,
+        local_only=local_only,
+        open_paths=OPEN_PATHS,
+        origins=origins,
     )
-    app.add_middleware(RequestLog, log=service.log)
+    if origins:  # before the key: a browser asks whether it may send one without it
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(HeadRequests)
+    app.add_middleware(RequestLog, log=service.log, responses=service.responses)
+    app.add_middleware(RootPath, path=service.options.root_path)
     return app
 
 

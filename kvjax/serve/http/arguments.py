@@ -30,6 +30,7 @@ examples:
 _DRAIN = "after SIGTERM what runs may end within so many seconds (default: 30)"
 
 _PORT = cli.Rule(int, lambda port: 0 <= port < 2**16, "0 (any that is free) to 65535")
+_ROOT = cli.Rule(str, lambda path: bool(re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path)), "a path as /llm")
 _SHARE = cli.Rule(float, lambda share: 0 <= share <= 1, "a share from 0 to 1")
 _SECONDS = cli.Rule(float, lambda seconds: 0 < seconds < math.inf, "seconds, more than 0")
 
@@ -46,6 +47,17 @@ def _specs(text: str) -> list[str] | None:
     """An argparse type: policies between semicolons, since their arguments have commas; None for all."""
     specs = [word.strip() for word in text.split(";") if word.strip()]
     return None if specs == ["all"] else specs
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    """An argparse type: origins between semicolons."""
+    origins = tuple(word.strip() for word in text.split(";") if word.strip())
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+            raise argparse.ArgumentTypeError(
+                f"{origin} is not an origin. Write scheme and host, as https://a.example, or *."
+            )
+    return origins
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +86,13 @@ class Options:
         None, "keys that are let in, one a line; KVJAX_API_KEY may hold more", "FILE"
     )
     without_key: bool = option(False, "listen on other addresses than this machine's without a key")
+
+    root_path: str = option("", "the path under which a proxy serves this, as /llm", "PATH", type=_ROOT)
+    cors: tuple[str, ...] = option(
+        (), "origins whose pages may ask, as 'https://a.example'; '*' for all", "'O; O'", type=_origins
+    )
+    ssl_certfile: Path | None = option(None, "answer https with this certificate (PEM)", "FILE")
+    ssl_keyfile: Path | None = option(None, "its key, where that is another file", "FILE")
 
     kv_memory: int | None = option(
         None, "of all caches (default: what is left)", "SIZE", type=size, group="sizes"
@@ -117,6 +136,9 @@ class Options:
         30.0, "within which a body has to arrive (default: 30)", "SECONDS", type=_SECONDS
     )
     max_prompt: int | None = option(None, "tokens of a prompt (default: as many as fit)")
+    strict: bool = option(
+        False, "refuse every field that is not known; else those that are not ours are noted"
+    )
     request_timeout: float | None = option(
         None,
         "an answer ends then, wherever it is; 504 before its first token (default: never)",

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -49,6 +50,7 @@ def run(options: Options) -> int:
         check_mesh(f"--mesh {options.mesh}: a server", sizes_of(options.mesh))
     keys = read_keys(options.api_key_file, os.environ)
     check_access(options, keys)
+    check_certificate(options)
     log = stderr_log() if options.log == "json" else Log()
 
     def exit_in_time(code: int) -> None:  # also if a program is being compiled, which may take a minute
@@ -77,6 +79,25 @@ def check_access(options: Options, keys: Keys) -> None:
             f"--host {options.host} lets other machines in, and there is no key. Give one in {KEY_VARIABLE} "
             "or in --api-key-file FILE, listen on 127.0.0.1, or add --without-key."
         )
+
+
+def check_certificate(options: Options) -> None:
+    """Raises InputError if the files of a certificate cannot be used; a key without one cannot either."""
+    if options.ssl_certfile is None:
+        if options.ssl_keyfile is not None:
+            raise InputError(
+                f"--ssl-keyfile {options.ssl_keyfile} has no certificate. Add --ssl-certfile FILE."
+            )
+        return
+    try:
+        # A password would be asked for at the terminal; an empty one fails.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"--ssl-certfile {options.ssl_certfile} cannot be used ({error}). Give a certificate in PEM form "
+            "and its key without a password there or in --ssl-keyfile."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -229,6 +250,8 @@ async def serve(
         log_config=None,
         access_log=False,
         server_header=False,
+        ssl_certfile=service.options.ssl_certfile,
+        ssl_keyfile=service.options.ssl_keyfile,
     )
     server, stop = _Server(config), asyncio.Event()
     # A body that comes too slowly is answered first.
@@ -260,7 +283,8 @@ async def serve(
 
 def _announce(service: Service, sock: socket.socket) -> None:
     host, port = sock.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    scheme = "http" if service.options.ssl_certfile is None else "https"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     service.log("listening", url=url, model=service.name, policy=repr(service.policies.default))
     if sys.stderr.isatty():
         print(f"Serving {service.name} at {url}; Ctrl-C ends it.", file=sys.stderr)

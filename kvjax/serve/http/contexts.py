@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from kvjax.engine import ContextInfo, Ticket
 from kvjax.serve.http import generation
 from kvjax.serve.http.errors import CLIENT_LEFT, ApiError, bad_request, too_late
+from kvjax.serve.http.fields import check_fields
 from kvjax.serve.http.schemas import ContextBody, ContextReply, ContextsReply, DeletedReply
 from kvjax.serve.http.service import JsonRoute, Service, service_of
 from kvjax.serve.http.streaming import unless_client_leaves
@@ -26,6 +27,7 @@ async def create(request: Request, body: ContextBody) -> Response:
     service, owner, client = service_of(request), request.state.owner, request.state.client
     service.check_open()
     service.check_model(body.model)
+    check_fields(service, body)
     (ticket,) = await asyncio.to_thread(
         service.clients.submit, client, 1, lambda: [_begin(service, body, owner, client)]
     )

@@ -63,6 +63,7 @@ class Detokenizer:
         stops: Sequence[str],
         end_tokens: Sequence[int],
         logprobs: bool,
+        least: int = 0,
     ) -> None:
         """
         Args:
@@ -72,11 +73,12 @@ class Detokenizer:
           stops: strings that end the text.
           end_tokens: ids that end the text and are not shown.
           logprobs: deltas carry their tokens.
+          least: new tokens behind which stop strings are looked for.
         """
         self._stream, self._prompt_stream = text.stream(after=after), text.stream()
         self._stops, self._end_tokens, self._logprobs = StopStrings(stops), frozenset(end_tokens), logprobs
         self._echo, self._offset, self._prompt_offset = echo, len(echo), 0
-        self._eos = frozenset(text.eos)
+        self._eos, self._least = frozenset(text.eos), least
         self.tokens = 0
         self.finish: str | None = None
 
@@ -107,7 +109,7 @@ class Detokenizer:
             if event.finish_reason != "stop" or event.token not in self._end_tokens:
                 characters = self._stream.step(event.token)
         self._offset += len(characters)
-        text += self._stops.feed(characters)
+        text += characters if self.tokens <= self._least else self._stops.feed(characters)
         ended = self._stops.hit is not None or event.finish_reason
         return self._last(text, tokens, event) if ended else TextDelta(text, tokens)
 

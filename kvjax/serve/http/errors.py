@@ -80,6 +80,12 @@ def too_late() -> ApiError:
     return ApiError(504, message + "more, or ask again later.", code="deadline_exceeded")
 
 
+def route_path(scope: Mapping[str, Any]) -> str:
+    """The path of a request below ``--root-path``, whether the proxy removed that or not."""
+    root, path = scope.get("root_path", ""), scope["path"]
+    return str(path[len(root) :] if root and path.startswith(f"{root}/") else path)
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """The HTTP error for one of our exceptions; 500 for any other."""
     if isinstance(error, ApiError):
@@ -123,7 +129,7 @@ async def _answer_ours(request: Request, error: Exception) -> JSONResponse:
 async def _answer_router(request: Request, error: Exception) -> JSONResponse:
     """Answers the router's 404 and 405."""
     assert isinstance(error, HTTPException)
-    path, headers = request.url.path, dict(error.headers or {})
+    path, headers = route_path(request.scope), dict(error.headers or {})
     code, message = {
         404: ("not_found", f"There is no {path} here. GET /openapi.json lists all paths."),
         405: ("method_not_allowed", f"{path} does not take {request.method}. See GET /openapi.json."),
@@ -135,6 +141,7 @@ async def _answer_router(request: Request, error: Exception) -> JSONResponse:
             if re.fullmatch(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(template)), path)
             for method in operations
         }
+        methods |= {"HEAD"} if "GET" in methods else set()
         headers = {"Allow": ", ".join(sorted(methods)) or headers.get("allow", "")}
     return ApiError(error.status_code, message, code=code, headers=headers).response()
 
@@ -145,8 +152,7 @@ async def _answer_invalid_body(request: Request, error: Exception) -> JSONRespon
     first, *_ = error.errors()
     path = [str(word) for word in first["loc"][1:] if word not in KINDS]
     param, name = path[0] if path else None, ".".join(path) or "the body"
-    what = "not supported; leave it out" if first["type"] == "extra_forbidden" else first["msg"]
-    return ApiError(422, f"{name}: {what}.", code=first["type"], param=param).response()
+    return ApiError(422, f"{name}: {first['msg']}.", code=first["type"], param=param).response()
 
 
 DOCUMENTED: dict[int | str, dict[str, Any]] = {

@@ -120,6 +120,11 @@ def _generation(
     weights = service.policies.weights(policy, body.kv_weights)
     seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
     stop_tokens = tuple(check_token_ids(service, body.stop_token_ids or (), "stop_token_ids"))
+    biases = {int(id): bias for id, bias in (body.logit_bias or {}).items()}
+    check_token_ids(service, [*biases], "logit_bias")
+    if (body.min_tokens or 0) > max_tokens:
+        message = f"min_tokens={body.min_tokens} is more than the {max_tokens} tokens allowed. Give fewer."
+        raise bad_request("min_tokens", message)
     requests = [
         Request(
             prompt=prompt,
@@ -127,6 +132,12 @@ def _generation(
             temperature=1.0 if body.temperature is None else body.temperature,
             top_k=max(body.top_k or 0, 0),
             top_p=1.0 if body.top_p is None else body.top_p,
+            min_p=body.min_p or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            repetition_penalty=body.repetition_penalty or 1.0,
+            logit_bias=biases,
+            min_tokens=body.min_tokens or 0,
             seed=seed,
             draw=draw,
             logprobs=logprobs,

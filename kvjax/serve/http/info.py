@@ -12,6 +12,7 @@ import kvjax
 from kvjax import catalogue
 from kvjax.serve.http import generation, schemas
 from kvjax.serve.http.errors import ApiError, bad_request
+from kvjax.serve.http.fields import check_fields
 from kvjax.serve.http.service import JsonRoute, Service, service_of
 
 router = APIRouter(route_class=JsonRoute)
@@ -70,6 +71,20 @@ async def health(request: Request) -> schemas.HealthReply:
     raise ApiError(503, NOT_READY[state], code="engine_dead" if state == "dead" else state)
 
 
+@router.get("/readyz")
+async def readyz(request: Request) -> schemas.HealthReply:
+    """As ``/health``: whether to send requests here."""
+    return await health(request)
+
+
+@router.get("/livez")
+async def livez(request: Request) -> schemas.HealthReply:
+    """200 while the process is worth keeping: also while it loads or drains; 503 if the engine is dead."""
+    if service_of(request).engine.health == "dead":
+        raise ApiError(503, NOT_READY["dead"], code="engine_dead")
+    return schemas.HealthReply(status="ok")
+
+
 @router.get("/version")
 async def version() -> schemas.VersionReply:
     """Versions of kvjax and of jax."""
@@ -81,6 +96,7 @@ async def tokenize(request: Request, body: schemas.TokenizeBody) -> schemas.Toke
     """Token ids of a text or of a conversation, as the model would read them."""
     service = service_of(request)
     service.check_model(body.model)
+    check_fields(service, body)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt", "Give either prompt or messages.")
     if body.messages is not None:
@@ -96,5 +112,6 @@ async def detokenize(request: Request, body: schemas.DetokenizeBody) -> schemas.
     """The text of token ids, without special tokens."""
     service = service_of(request)
     service.check_model(body.model)
+    check_fields(service, body)
     ids = generation.check_token_ids(service, body.tokens, "tokens")
     return schemas.DetokenizeReply(prompt=await asyncio.to_thread(service.model.text.decode, ids))

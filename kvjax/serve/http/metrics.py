@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, core, generate_latest
 
 import kvjax
-from kvjax.engine import BUCKETS, EngineDead, Inspection
+from kvjax.engine import BUCKETS, LENGTHS, EngineDead, Inspection, Lengths, Seconds
 from kvjax.serve.http.errors import ApiError
 from kvjax.serve.http.service import Service, service_of
 
@@ -36,11 +36,28 @@ class _Collector:
         self._service = service
 
     def collect(self) -> Iterator[core.Metric]:
+        """All metrics, with the model's name on every sample."""
+        for family in self._families():
+            family.samples = [
+                sample._replace(labels={"model": self._service.name} | sample.labels)
+                for sample in family.samples
+            ]
+            yield family
+
+    def _families(self) -> Iterator[core.Metric]:
         """Converts one snapshot of the engine."""
         service = self._service
         policy = repr(service.policies.default)
         about = {"version": kvjax.__version__, "model": service.name, "policy": policy}
         yield core.InfoMetricFamily("kvjax", "What is served", value=about)
+        responses = core.CounterMetricFamily(
+            "kvjax_http_responses",
+            "Responses; status 0: the client left before there was one",
+            labels=["method", "route", "status"],
+        )
+        for labels, count in sorted(service.responses.copy().items()):
+            responses.add_metric(labels, count)
+        yield responses
         up = "1 while the engine lives"
         try:
             now = service.engine.metrics(wait=False)
@@ -93,11 +110,22 @@ class _Collector:
             ("time_to_first_token", "From a request to its first token", now.time_to_first_token),
             ("inter_token_latency", "Between two tokens of a text", now.between_tokens),
             ("pause", "A running text waited for a prompt or a new batch", now.pauses),
+            ("request_queue_time", "From a request to the beginning of its prompt", now.queue_time),
+            ("e2e_request_latency", "From a request to its end, whatever the reason", now.total_time),
         ):
-            histogram = core.HistogramMetricFamily(f"kvjax_{name}_seconds", what)
-            buckets = [(str(bound), float(count)) for bound, count in zip(BUCKETS, seconds.buckets)]
-            histogram.add_metric([], [*buckets, ("+Inf", float(seconds.count))], seconds.sum)
-            yield histogram
+            yield _histogram(f"{name}_seconds", what, BUCKETS, seconds)
+        for name, what, lengths in (
+            ("prompt", "Tokens of the prompt of a text that ended", now.prompt_lengths),
+            ("generation", "New tokens of a text that ended", now.completion_lengths),
+        ):
+            yield _histogram(f"request_{name}_tokens", what, LENGTHS, lengths)
+
+
+def _histogram(name: str, what: str, bounds: Sequence[float], values: Seconds | Lengths) -> core.Metric:
+    histogram = core.HistogramMetricFamily(f"kvjax_{name}", what)
+    buckets = [(str(float(bound)), float(count)) for bound, count in zip(bounds, values.buckets)]
+    histogram.add_metric([], [*buckets, ("+Inf", float(values.count))], values.sum)
+    return histogram
 
 
 # --- the cache of one request --------------------------------------------------------------------

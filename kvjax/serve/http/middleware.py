@@ -11,7 +11,8 @@ import hmac
 import re
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvjax.cli import InputError
-from kvjax.serve.http.errors import CLIENT_LEFT, ApiError, as_api_error
+from kvjax.serve.http.errors import CLIENT_LEFT, ApiError, as_api_error, route_path
 from kvjax.serve.http.log import Log
 from kvjax.serve.http.service import SMALL_BODY, Clients
 
@@ -28,14 +29,16 @@ KEY_VARIABLE = "KVJAX_API_KEY"  # of the environment: API keys, separated by com
 
 MOST_BODIES = 32  # of --max-body whose parts are held until they are complete
 
+METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH")
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class RequestLog:
-    """Gives every request an id (``X-Request-Id``, the client's if it is valid) and logs how it ended."""
+    """Gives every request an id (``X-Request-Id``, the client's if it is valid); logs and counts its end."""
 
-    def __init__(self, app: ASGIApp, log: Log) -> None:
-        self._app, self._log = app, log
+    def __init__(self, app: ASGIApp, log: Log, responses: Counter[tuple[str, str, str]]) -> None:
+        self._app, self._log, self._responses = app, log, responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,7 +48,7 @@ class RequestLog:
             id = f"req-{uuid.uuid4().hex}"
         log_facts: dict[str, Any] = {}  # routes add counts and names here, never text
         scope.setdefault("state", {}).update(request_id=id, log_facts=log_facts)
-        start, status = time.monotonic(), 0
+        start, status, method = time.monotonic(), 0, scope["method"]
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -61,15 +64,40 @@ class RequestLog:
             if not status:
                 await as_api_error(error).response()(scope, receive, send_with_id)
         finally:
+            # Names of clients would make a series each, so only routes have their own.
+            route = getattr(scope.get("route"), "path", "other")
+            self._responses[method if method in METHODS else "other", route, str(status)] += 1
             self._log(
                 "request",
                 id=id,
-                method=scope["method"],
+                method=method,
                 path=scope["path"],
                 status=status,
                 seconds=round(time.monotonic() - start, 4),
                 **log_facts,
             )
+
+
+class RootPath:
+    """Tells the application the path under which a proxy serves it (uvicorn puts it before every path)."""
+
+    def __init__(self, app: ASGIApp, path: str) -> None:
+        self._app, self._path = app, path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "root_path": self._path}, receive, send)
+
+
+class HeadRequests:
+    """Has HEAD answered as GET; the server leaves out the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope["method"] = "GET"  # in place: what the router adds to the scope is read outside
+        await self._app(scope, receive, send)
 
 
 class AccessControl:
@@ -84,10 +112,16 @@ class AccessControl:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, clients: Clients, local_only: bool, open_paths: frozenset[str]
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        clients: Clients,
+        local_only: bool,
+        open_paths: frozenset[str],
+        origins: Sequence[str] = (),
     ) -> None:
         self._app, self._keys, self._clients = app, keys, clients
-        self._local_only, self._open_paths = local_only, open_paths
+        self._local_only, self._open_paths, self._origins = local_only, open_paths, frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -104,12 +138,12 @@ class AccessControl:
             message += "http://127.0.0.1, or start the server with a key."
             raise ApiError(403, message, code="host_not_allowed")
         origin = headers.get("origin")
-        if self._local_only and origin is not None and not is_local(without_port(origin.partition("://")[2])):
+        if self._local_only and not self._may_ask(origin):
             message = "This server answers only this machine, and a page of another site asks. Ask from this "
             message += "machine, or start the server with a key."
             raise ApiError(403, message, code="origin_not_allowed")
         owner = self._keys.owner(headers.get("authorization", ""))
-        if owner is None and scope["path"] not in self._open_paths:
+        if owner is None and route_path(scope) not in self._open_paths:
             message = "The request has no key that this server knows. Send 'Authorization: Bearer KEY' "
             message += "(OpenAI(api_key=KEY))."
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -117,6 +151,11 @@ class AccessControl:
         scope.setdefault("state", {}).update(owner=owner or "", client=client)
         if scope["method"] == "POST":
             self._clients.count_request(client)
+
+    def _may_ask(self, origin: str | None) -> bool:
+        if origin is None or self._origins & {origin, "*"}:
+            return True
+        return is_local(without_port(origin.partition("://")[2]))
 
 
 class BodyReader:

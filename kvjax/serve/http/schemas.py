@@ -1,7 +1,8 @@
 """JSON that clients send and get: OpenAI's fields, vLLM's where they are usual, and our own.
 
-An unknown field is refused: a misspelt ``kv_policy`` that is silently ignored would be worse than an error.
-Fields of OpenAI that are not supported may hold the value that means nothing. Replies are described here for
+Unknown fields are kept aside; ``fields`` says which of them are refused: a misspelt ``kv_policy`` that is
+silently ignored would be worse than an error. Fields of OpenAI that are not supported may hold the value that
+means nothing. Replies are described here for
 /openapi.json; the routes make them.
 
 A value of several kinds has the kind of its first element, and a list ends at its first fault: a long list of
@@ -26,7 +27,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvjax.engine import MOST_LOGPROBS
+from kvjax.engine import MOST_BIASES, MOST_LOGPROBS
 
 
 def _integral(value: Any) -> Any:
@@ -77,8 +78,9 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_integral)]
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(_integral)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-Zero = Annotated[float, _only(0, 0.0), Field(description="not supported: only 0 is taken")]
-Empty = Annotated[dict[str, Any], _only({}), Field(description="not supported")]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Id = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Biases = Annotated[dict[Id, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)]
 NoList = Annotated[list[Any], _only([]), Field(description="not supported")]
 Nothing = Annotated[None, _only(None), Field(description="not supported")]
 ContextName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -87,9 +89,9 @@ Sources = dict[str, Annotated[str, Field(min_length=1)]]
 
 
 class Body(BaseModel):
-    """A strict body: no unknown fields, no text for a number."""
+    """A strict body: no text for a number. Fields that it does not know are in ``model_extra``."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
 
 # --- requests for text ---------------------------------------------------------------------------
@@ -128,6 +130,18 @@ class TextOptions(KVOptions):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Int, Field(ge=-1, lt=2**31)] | None = Field(default=None, description="0 and -1: all")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, description="least probability, as a share of the likeliest token's"
+    )
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
+        default=None, description="divides positive logits of tokens of prompt and answer; 1 changes nothing"
+    )
+    logit_bias: Biases | None = Field(default=None, description="what is added to logits, by token id")
+    min_tokens: Annotated[Int, Field(ge=0, lt=2**31)] | None = Field(
+        default=None, description="tokens before an end token or a stop string may end the text"
+    )
     seed: Annotated[Int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Count | None = None
     stop: Stop | None = None
@@ -152,9 +166,6 @@ class TextOptions(KVOptions):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    logit_bias: Empty | None = None
 
 
 Prompt = Annotated[
@@ -294,6 +305,7 @@ class KVReply(BaseModel):
     bytes_live: int
     bytes_full: int
     layers: list[list[int]] | None = None
+    ignored_fields: list[str] | None = None
 
 
 class PromptDetails(BaseModel):

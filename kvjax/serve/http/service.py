@@ -19,7 +19,7 @@ from pydantic_core import from_json
 
 from kvjax import catalogue
 from kvjax.algebra import Policy
-from kvjax.engine import Contexts, Engine, Ticket
+from kvjax.engine import MOST_BIASES, Contexts, Engine, Ticket
 from kvjax.loading import LanguageModel
 from kvjax.serve.http.detokenizer import TokenText
 from kvjax.serve.http.errors import ApiError, bad_request, too_many
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 BYTES_PER_TOKEN = 64  # of a body, where --max-body does not say how large one may be
 LEAST_BODY = 2**18  # bytes that are always allowed then
 SMALL_BODY = 2**16  # bytes that are parsed at once, and taken beside any number of large bodies
-MOST_FIELDS = 64  # of an object in a body
+MOST_FIELDS = MOST_BIASES  # of an object in a body
 MOST_OBJECTS = 2**14  # and lists in a body: messages, their parts
 
 MOST_WATCHED = 64  # requests whose cache can be shown; a newer one replaces the oldest
@@ -54,6 +54,8 @@ class Service:
       started: seconds since 1970.
       draining: nothing new is taken; running requests may end.
       watched: requests that asked for ``kv_watch``, by id.
+      noted_fields: fields of bodies that were ignored.
+      responses: how many there were, by method, route and status.
     """
 
     model: LanguageModel
@@ -68,6 +70,10 @@ class Service:
     started: int = dataclasses.field(default_factory=lambda: int(time.time()))
     draining: bool = False
     watched: dict[str, list[Ticket]] = dataclasses.field(default_factory=dict)
+    noted_fields: set[str] = dataclasses.field(default_factory=set)
+    responses: collections.Counter[tuple[str, str, str]] = dataclasses.field(
+        default_factory=collections.Counter
+    )
 
     @property
     def max_body(self) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from kvjax.engine import Event, Ticket
 from kvjax.serve.http.detokenizer import Detokenizer, TextDelta
 from kvjax.serve.http.errors import CLIENT_LEFT, ApiError, as_api_error, too_late
+from kvjax.serve.http.fields import check_fields
 from kvjax.serve.http.generation import Generation
 from kvjax.serve.http.schemas import StreamOptions, TextOptions
 from kvjax.serve.http.service import Service
@@ -63,9 +64,12 @@ async def respond(
     """
     service.check_open()
     owner, client = request.state.owner, request.state.client
-    completion = await asyncio.to_thread(
-        lambda: RunningCompletion(service, prepare(service, body, owner), client, form.id_prefix)
-    )
+
+    def begin() -> RunningCompletion:
+        ignored = check_fields(service, body)
+        return RunningCompletion(service, prepare(service, body, owner), client, form.id_prefix, ignored)
+
+    completion = await asyncio.to_thread(begin)
     if body.kv_watch:
         service.watch(completion.id, completion.tickets)
 
@@ -164,9 +168,17 @@ class RunningCompletion:
       tickets: the engine's, one a text.
     """
 
-    def __init__(self, service: Service, generation: Generation, client: str, id_prefix: str) -> None:
-        """Submits all texts, or none."""
+    def __init__(
+        self,
+        service: Service,
+        generation: Generation,
+        client: str,
+        id_prefix: str,
+        ignored: Sequence[str] = (),
+    ) -> None:
+        """Submits all texts, or none; ``ignored`` are fields of the body, for the answer."""
         self.id, self.created = f"{id_prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._ignored = ignored
         self._generation, self._log, self._begun = generation, service.log, False
         requests = [dataclasses.replace(request, client=client) for request in generation.requests]
         self.tickets = service.clients.submit(
@@ -181,6 +193,7 @@ class RunningCompletion:
                 stops=generation.stops,
                 end_tokens=(*(() if request.ignore_eos else text.eos), *request.stop_tokens),
                 logprobs=request.logprobs is not None,
+                least=request.min_tokens,
             )
             for request, echo in zip(requests, generation.echoes)
         ]
@@ -260,6 +273,8 @@ class RunningCompletion:
             }
             if self._generation.layers:
                 kv["layers"] = np.sum([row.layers for row in rows], axis=0).astype(int).tolist()
+            if self._ignored:
+                kv["ignored_fields"] = list(self._ignored)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": written,

@@ -8,11 +8,12 @@ export class Refused extends Error {
   }
 }
 
+// Paths are below the page's own, which a proxy may have moved.
 export async function ask(path, key, body, signal) {
   const headers = body === undefined ? {} : {"Content-Type": "application/json"};
   if (key) headers.Authorization = `Bearer ${key}`;
   const method = body === undefined ? "GET" : "POST";
-  const answer = await fetch(path, {method, headers, body: body && JSON.stringify(body), signal});
+  const answer = await fetch(path.slice(1), {method, headers, body: body && JSON.stringify(body), signal});
   if (!answer.ok) {
     const said = await answer.json().catch(() => ({}));
     throw new Refused(answer.status, said.error);

@@ -1,5 +1,5 @@
 // One side of the page: a policy, its answer, and its cache at one of the steps.
-import {holders, lengths, places, size} from "/page/cache.js";
+import {holders, lengths, places, size} from "./cache.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 

@@ -1,6 +1,6 @@
 // The page: asks for one or two texts at once, looks at their caches while they are written.
-import {Refused, ask, events} from "/page/ask.js";
-import {Side} from "/page/draw.js";
+import {Refused, ask, events} from "./ask.js";
+import {Side} from "./draw.js";
 
 const $ = (id) => document.getElementById(id);
 const PAUSE = 120; // milliseconds between two looks at a cache
