@@ -1,4 +1,7 @@
-"""The reference: which names are public, and a page for each part of kvjax. Sources are read, not imported."""
+"""The reference: which names are public, and a page for each part of kvjax.
+
+Sources are read, not imported.
+"""
 
 from __future__ import annotations
 

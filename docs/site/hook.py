@@ -1,4 +1,4 @@
-"""What MkDocs asks: the pages, the menu, and whether the outward links of the finished pages are well formed."""
+"""What MkDocs asks: the pages, the menu, and whether the finished pages' outward links are well formed."""
 
 from __future__ import annotations
 

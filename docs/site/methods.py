@@ -91,6 +91,7 @@ def _facts(kind: type[Part]) -> str:
     def code(names: Sequence[str]) -> str:
         return ", ".join(f"`{name}`" for name in names)
 
+    traced = [name for name in kind.traced if name != "of"]
     reads = sorted(kind.needs) if isinstance(kind.needs, frozenset) else []
     rows = [
         ["reads of a token", code(reads) or "nothing"],
@@ -98,7 +99,7 @@ def _facts(kind: type[Part]) -> str:
         ["learned weights", f"`{kind.learns}`; trained by `{kind.trained_by}`" if kind.learns else "none"],
         [
             "change without a compilation",
-            code([name for name in kind.traced if name != "of"]) or "none of its options",
+            code(traced) or "none of its options",
         ],
     ]
     return markdown(["", ""], rows)
@@ -164,8 +165,8 @@ def _curve(own: Sequence[front.Point], points: Sequence[front.Point]) -> str:
     ]
     table = markdown(["policy", "bytes", "score, % (95 %)"], rows)
     return (
-        f"Mean score of {own[0].tasks} tasks over the bytes held, embedded model, {LENGTH:,} tokens, question "
-        "unseen; grey: all measured policies ([the front](../results/frontier/front.md)).\n\n"
+        f"Mean score of {own[0].tasks} tasks over the bytes held, embedded model, {LENGTH:,} tokens, "
+        "question unseen; grey: all measured policies ([the front](../results/frontier/front.md)).\n\n"
         f"{svg(own, points)}\n\n{table}"
     )
 
@@ -251,7 +252,7 @@ def _limits(kind: type[Part], about: str) -> str:
 
 
 def _filled(base: str, kind: type[Part]) -> set[str]:
-    """Places that the smallest policy fills with a part of another kind, except a budget, which is replaced."""
+    """Places that the smallest policy fills with other parts, except a budget, which is replaced."""
     busy = {part.place for part in catalogue.policy(base).chain if not part.idle}
     return busy - {kind.place} - {"budget"}
 

@@ -1,7 +1,7 @@
 """Every page of the site: what the repository has already, and what is generated from it.
 
-A page has the path of its source, so links between sources hold as they stand. Nothing is copied by hand: a page
-is a source, sections of sources, or made from the catalogue, the docstrings or the results.
+A page has the path of its source, so links between sources hold as they stand. Nothing is copied by hand: a
+page is a source, sections of sources, or made from the catalogue, the docstrings or the results.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _shown(output: dict) -> Iterable[str]:
 
 
 def docstring(text: str) -> str:
-    """A docstring's prose as Markdown: indented paragraphs are formulas and commands, and keep their lines."""
+    """A docstring's prose as Markdown: indented paragraphs are formulas or commands, whose lines stay."""
     blocks = []
     for block in filter(None, text.strip("\n").split("\n\n")):
         lines = block.splitlines()
