@@ -33,7 +33,7 @@ def draw(folder: Path) -> list[Path]:
     try:
         import matplotlib
     except ImportError:
-        raise InputError("plot needs matplotlib. Install it: pip install 'kvjax[plot]'") from None
+        raise InputError("plot needs matplotlib. Install it: pip install -e '.[plot]'") from None
     matplotlib.use("Agg")
     return [_figure(folder, name, fields) for name, fields in saved.items()]
 

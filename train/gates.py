@@ -216,7 +216,7 @@ def export(settings: Settings, file: Path, dtype: FileDtype = "float32") -> None
     shutil.copyfile(settings.folder / "log.jsonl", file.with_suffix(".jsonl"))
     print(f"{file} holds the gates of step {step}")
     if importlib.util.find_spec("matplotlib") is None:
-        print("No picture: it needs matplotlib. Install it (pip install 'kvjax[plot]') and export again.")
+        print("No picture: it needs matplotlib. Install it (pip install -e '.[plot]') and export again.")
         return
     frozen = layout.frozen(backbone_model.params, settings.dtype)
     model = gated_model(settings, backbone_model.network, layout)

@@ -27,6 +27,7 @@ class Size(Argument):
     """The argument ``amount`` of a budget."""
 
     what: str = "amount"
+    expected = "tokens (512), a ratio (0.25) or bytes ('8MiB')"
 
     def check(self, call: object, name: str, value: Any) -> None:
         """Accepts tokens, a ratio or bytes.

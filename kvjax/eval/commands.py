@@ -164,7 +164,8 @@ def _frontier(command: Command) -> None:
     dim, words = model.network.head_dim, f"python -m kvjax.eval frontier --config {values['config']}"
     (out / "front.md").write_text(front.page(results, dim, config.shares, words), encoding="utf-8")
     (out / "front.json").write_text(front.as_json(results, dim, facts, words), encoding="utf-8")
-    for file in (front.draw(results, dim, out / "front.png"), out / "front.md", out / "front.json"):
+    pictures = [front.draw(results, dim, out / "front.png")] if _can_draw() else []
+    for file in (*pictures, out / "front.md", out / "front.json"):
         print(file)
 
 
@@ -178,11 +179,21 @@ def _report(command: Command) -> None:
         raise EvalError(f"{folder} has no finished cell yet. Let the run finish one first.")
     to = command.values["to"] or folder
     to.mkdir(parents=True, exist_ok=True)
-    pictures = figures.draw(results, to)
+    pictures = figures.draw(results, to) if _can_draw() else []
     (to / "report.md").write_text(markdown.text(results), encoding="utf-8")
     (to / "report.html").write_text(html.page(results, pictures), encoding="utf-8")
     for file in (to / "report.md", to / "report.html", *pictures):
         print(file)
+
+
+def _can_draw() -> bool:
+    """Is matplotlib there? Without it tables and pages are written all the same, and a note says so."""
+    from kvjax.eval.report import plotting
+
+    if plotting.available():
+        return True
+    print(f"note: written without pictures. {plotting.INSTALL}", file=sys.stderr)
+    return False
 
 
 def _match(command: Command) -> None:

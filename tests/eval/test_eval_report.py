@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from eval_rows import BAD, GOOD, LENGTH, SAMPLES, changed, row
 from kvjax.catalogue import describe
 from kvjax.catalogue import policy as parse
 from kvjax.eval.__main__ import main
+from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import store
 from kvjax.eval.report import figures, markdown, table
 from kvjax.eval.report.table import Results
@@ -38,6 +40,19 @@ def test_a_report_shows_every_policy(finished, tmp_path, capsys):
     streams = page.count('title="4 of 4"')
     assert streams >= sum(held == 4 for row in rows[1:] for held in row.example.held[:300]) // 2 > 0
     assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("bytes", "heads", "depth"))
+
+
+def test_without_matplotlib_a_report_has_tables_and_a_note(finished, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    assert main(["report", str(finished), "--to", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert [Path(line).name for line in printed.out.split()] == ["report.md", "report.html"]
+    assert printed.err.startswith("note: written without pictures.")
+    assert printed.err.endswith("pip install -e '.[plot]'\n")
+    assert "| `full` |" in (tmp_path / "report.md").read_text()
+    assert "<img" not in (tmp_path / "report.html").read_text()
+    with pytest.raises(EvalError, match="need matplotlib"):
+        figures.draw(Results(tuple(store.read(finished))), tmp_path)
 
 
 def test_a_report_s_numbers_are_the_rows_s(finished):

@@ -213,7 +213,7 @@ def test_training_lowers_the_loss_moves_only_gates_and_exports(tmp_path, tiny_fo
     if importlib.util.find_spec("matplotlib"):
         assert file.with_suffix(".png").stat().st_size > 1000
     else:
-        assert "pip install 'kvjax[plot]'" in capsys.readouterr().out
+        assert "pip install -e '.[plot]'" in capsys.readouterr().out
     capsys.readouterr()
 
 

@@ -142,7 +142,7 @@ def export(settings: Settings, folder: Path, file: Path, dtype: FileDtype = "flo
     shutil.copyfile(settings.folder / "log.jsonl", log)
     print(f"{file} holds the rankers of step {step}")
     if importlib.util.find_spec("matplotlib") is None:
-        print("No picture: it needs matplotlib. Install it (pip install 'kvjax[plot]') and export again.")
+        print("No picture: it needs matplotlib. Install it (pip install -e '.[plot]') and export again.")
     else:
         draw_validation(log, file.with_suffix(".png"))
 

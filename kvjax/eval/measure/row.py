@@ -172,7 +172,7 @@ class Row:
       reads_per_step: slots and φ together.
       reads, bytes: what a step loads, and what was held.
       span_retention: share of (layer, head, needed token) held when the answer begins; None if none is.
-      heads: kept fraction by layer and KV head, [L][K].
+      heads: kept fraction by layer and KV head, ``[L][K]``.
       each, example: per sample; the first sample.
       full: the full cache on the same samples.
       informative: does the full cache reach 80 % there? Else the cell says nothing about a policy.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,18 +18,24 @@ MARKERS = "osD^vPX*<>"
 DPI = 110
 
 
+INSTALL = "Pictures need matplotlib, which is not installed. In the checkout: pip install -e '.[plot]'"
+
+
+def available() -> bool:
+    """Can pictures be drawn?"""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def pyplot() -> Any:
     """matplotlib.pyplot, drawing to files.
 
     Raises:
       EvalError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise EvalError(
-            "report draws with matplotlib, which is not installed. Run: pip install 'kvjax[plot]'"
-        ) from error
+    if not available():
+        raise EvalError(INSTALL)
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

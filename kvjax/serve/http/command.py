@@ -121,8 +121,7 @@ def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
 def open_service(options: Options, log: Log) -> Service:
     """Loads the model, starts the engine and loads the contexts that the last run saved.
 
-    Raises:
-      As ``run``.
+    Raises what ``run`` does.
     """
     model = load_model(options.model, options.dtype, options.mesh, options.weight_dtype)
     policies = AllowedPolicies(model, options.policy, options.allow_policies, log)

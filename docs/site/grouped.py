@@ -1,0 +1,28 @@
+"""For griffe: an entry ``a, b: text`` of a docstring is one entry for each name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from griffe import Extension
+
+ENTRY = re.compile(r"^(?P<in> +)(?P<names>\w+(?:, \w+)+): (?P<text>.*(?:\n(?P=in) +.*)*)", re.MULTILINE)
+SECTION = re.compile(r"^(?:Args|Attributes):\n(?:(?: .*)?\n)*(?: .*)?", re.MULTILINE)
+
+
+def split(text: str) -> str:
+    """The docstring with grouped entries of its arguments and attributes written out."""
+
+    def written_out(entry: re.Match[str]) -> str:
+        return "\n".join(f"{entry['in']}{name}: {entry['text']}" for name in entry["names"].split(", "))
+
+    return SECTION.sub(lambda section: ENTRY.sub(written_out, section[0]), text)
+
+
+class Grouped(Extension):
+    """Applied to every object that has a docstring."""
+
+    def on_instance(self, *, obj: Any, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = split(obj.docstring.value)
