@@ -1,13 +1,13 @@
-"""Makes tests/golden/zap: KVzap and Fast KVzip as kvpress 0.5.5 runs them; ``PEERS/bin/python tests/make_zap_golden.py``.
+"""Makes tests/golden/zap, KVzap and Fast KVzip as kvpress 0.5.5 runs them, with the peers' interpreter.
 
-The weights are random, in the files that the authors' code writes (transformers 5.2.0, torch 2.13.0). The model is
-tests/golden/llama3.
+The weights are random, in the files that the authors' code writes (transformers 5.2.0, torch 2.13.0). The
+model is tests/golden/llama3.
 
   kvzap-linear.safetensors, kvzap-mlp.safetensors   KVzapModel.save_pretrained
   fast-kvzip.pt                                     as FastKVzip's optim.py saves it
-  answers.npz   tokens [T + F]; for each kind of KVzap: scores [L, K, T + F], kept_KIND_RATIO [L, K, T] of KVzapPress,
-                dropped_KIND [L, K, T + F] of DMSPress while F tokens are decoded; fast_scores [L, K, T] with what
-                is protected at 1, fast_RATIO [L, K, T], what FastKVzipPress(layerwise=True) keeps
+  answers.npz   tokens [T + F]; for each kind of KVzap: scores_KIND [L, K, T + F], kept_KIND_RATIO [L, K, T] of
+                KVzapPress, dropped_KIND [L, K, T + F] of DMSPress while F tokens are decoded; fast_scores
+                [L, K, T], 1 where protected; fast_RATIO [L, K, T], kept by FastKVzipPress(layerwise=True)
 """
 
 import shutil

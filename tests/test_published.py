@@ -1,4 +1,4 @@
-"""Published KVzap and Fast KVzip weights, as the authors' code writes them, become ours; others are refused."""
+"""Published KVzap and Fast KVzip weights, as the authors' code writes them; others are refused."""
 
 from __future__ import annotations
 

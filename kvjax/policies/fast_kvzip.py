@@ -12,8 +12,8 @@ the sinks, averaged over the group:
 
   score = mean_g exp(q_g k / sqrt(d) + b_g) / (exp(q_g k / sqrt(d) + b_g) + sum_s exp(q_g s / sqrt(d))).
 
-The authors' training script adds b twice; their inference, kvpress and we add it once. They cut all layers
-by one threshold; here heads of one layer compete (``ada``), which kvpress calls ``layerwise``.
+The authors' training script adds b twice; their inference, kvpress and we add it once. They cut all
+layers by one threshold; here heads of one layer compete (``ada``), which kvpress calls ``layerwise``.
 """
 
 from __future__ import annotations
