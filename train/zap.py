@@ -4,7 +4,7 @@ python -m train.zap --config configs/zap/kvzap.yaml                 trains, or c
 python -m train.zap --config configs/zap/kvzap.yaml --export FILE   its newest checkpoint
 
 KVzap, https://arxiv.org/abs/2601.07891: mean squared error to the logarithm of KVzip+'s scores.
-Fast KVzip, https://arxiv.org/abs/2601.17668: cross entropy with KVzip's scores (ours; the authors' default differs).
+Fast KVzip, https://arxiv.org/abs/2601.17668: cross entropy with KVzip's scores.
 A row is read with the instruction and itself behind it, in one piece, and nothing of the model is trained.
 """
 
@@ -47,7 +47,7 @@ LEAST = 1e-10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(base.Settings):
-    """A config as read: that of gates, with one key more. Of ``gate`` only ``hidden`` is used: None is linear."""
+    """A config as read: that of gates, with one key more. Of ``gate`` only ``hidden`` counts; None: linear."""
 
     method: Literal["kvzap", "fast_kvzip"] = option(REQUIRED, "what is trained")
 
@@ -75,7 +75,7 @@ def read(path: Path, source: str | None = None) -> Settings:
 
 
 def kvzip_scores(x: Heads, length: int, *, output: bool) -> Float[Array, "B K T"]:
-    """KVzip's scores of the first ``length`` tokens at a layer that read them, an instruction, and them again."""
+    """KVzip's scores of the first ``length`` tokens at a layer that reads them, an instruction, and them."""
     q, k, v = (jnp.swapaxes(part, 1, 2) for part in (x.q, x.k, x.v))
     rows = q.shape[0]
     pos = jnp.broadcast_to(jnp.arange(length, q.shape[2]), (rows, q.shape[2] - length))
