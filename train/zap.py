@@ -47,7 +47,7 @@ LEAST = 1e-10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(base.Settings):
-    """A config as read: that of gates, with one key more. Of ``gate`` only ``hidden`` counts; None: linear."""
+    """A config as read: that of gates, with a key more. Of ``gate`` only ``hidden`` counts; None: linear."""
 
     method: Literal["kvzap", "fast_kvzip"] = option(REQUIRED, "what is trained")
 

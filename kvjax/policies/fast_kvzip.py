@@ -7,8 +7,8 @@ A layer's gate reads the input x of attention. Each KV head has keys and a group
 
   q_g = norm(x W_q + b_q) scale_q,    k = norm(x W_k) scale_k,
 
-with a root mean square norm, and S learned sinks s. The score is a token's share of attention among itself and
-the sinks, averaged over the group:
+with a root mean square norm, and S learned sinks s. The score is a token's share of attention among itself
+and the sinks, averaged over the group:
 
   score = mean_g exp(q_g k / sqrt(d) + b_g) / (exp(q_g k / sqrt(d) + b_g) + sum_s exp(q_g s / sqrt(d))).
 

@@ -127,8 +127,8 @@ def fast_kvzip_layers(saved: Any, network: Network, source: str) -> list[Params]
             name = wrong[0]
             raise WeightsError(
                 f"{source}, layer {index}, has {name} of shape {x[name].shape}; a model of "
-                f"{network.num_heads} query and {k} KV heads needs {right[name]}. Give the model the gates were "
-                "trained for."
+                f"{network.num_heads} query and {k} KV heads needs {right[name]}. Give the model the gates "
+                "were trained for."
             )
         layers.append(
             {
