@@ -82,6 +82,8 @@ TABLE = {
     "kvjax.layer._step": rf"{STATE}|kvjax\.layer\._(?!prompt).+|{KERNELS}",
     "kvjax.weights": rf"{WEIGHTS}|kvjax\.(algebra|catalogue|sharding\.head_order)",
     "kvjax.weights.gates": r"kvjax\.(types|weights|loading|weights\.torch_file|policies\.wg_kv)",
+    "kvjax.weights.published": r"kvjax\.(types|algebra|weights(\.(gates|torch_file))?|loading)"
+    r"|kvjax\.policies\.(wg_kv|kvzap|fast_kvzip)",
     "kvjax.weights.torch_file": r"kvjax\.errors",
     "kvjax.weights.__main__": r"kvjax\.(cli|weights(\..+)?)",
     "kvjax.timing": r"pallas_kernels\.measure\.timing",

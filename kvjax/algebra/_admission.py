@@ -25,6 +25,7 @@ class Admission(Part):
     Class attributes:
       rejects_all: only sinks outlive the window.
       shared_verdict: a layer admits a token to all of its KV heads or to none.
+      dial: the field of which a lower value admits more, or "".
     """
 
     place = "admission"
@@ -32,6 +33,7 @@ class Admission(Part):
     prefill: bool = True
     rejects_all: ClassVar[bool] = False
     shared_verdict: ClassVar[bool] = False
+    dial: ClassVar[str] = ""
 
     def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
         """One bit per KV head and token, broadcastable: computed on arrival, applied at the window exit."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from kvjax import catalogue
@@ -318,6 +319,25 @@ def warn_of_votes(policy: Policy, lengths: Sequence[int], kept: Sequence[Int[np.
             warnings.warn(
                 f"{policy!r} keeps all {length} tokens of row {row} in every layer and head: its votes name "
                 "them all. That saves nothing here; a smaller p or fewer samples keep fewer.",
+                Remark,
+                stacklevel=1,
+            )
+
+
+def warn_of_nothing_admitted(policy: Policy, state: KVState, lengths: Sequence[int]) -> None:
+    """Warns of prompts of which a learned threshold admits no token; not on a mesh, whose pages lie apart."""
+    dial, budget = policy.admission.dial, policy.budget
+    rooms = [room for room in state.layers if room.pages is not None]
+    if not dial or budget.limited or not rooms or state.mesh.grid is not None:
+        return
+    most = np.stack(jax.device_get([room.pages.length.sum(axis=2) for room in rooms])).max(axis=(0, 2))
+    window = policy.window(state.context)
+    for row, length in enumerate(lengths):
+        outside = length - window
+        if outside > policy.sinks and most[row] <= policy.sinks:
+            warnings.warn(
+                f"{policy!r} admits none of the {outside} tokens of row {row} that left the window, in any "
+                f"layer or head: only the newest {window} and sinks({policy.sinks}) stay. Lower {dial}.",
                 Remark,
                 stacklevel=1,
             )

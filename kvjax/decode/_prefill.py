@@ -45,6 +45,7 @@ from kvjax.decode._checks import (
     read_prompts,
     read_seeds,
     warn_of_lengths,
+    warn_of_nothing_admitted,
     warn_of_protected,
     warn_of_votes,
     warn_of_windows,
@@ -101,8 +102,8 @@ def prefill(
         make different calls.
 
     Warns (``Remark``) where the model's own windows rule, where the budget is below what is protected, where
-    a budget that is voted keeps all of a prompt or has one token to judge by, and where the devices of a mesh
-    hold unequally much.
+    a budget that is voted keeps all of a prompt or has one token to judge by, where a learned threshold
+    admits nothing, and where the devices of a mesh hold unequally much.
     """
     rows = read_prompts("prefill", model, prompts)
     policy = read_policy(policy, model, prompt=max(map(len, rows), default=0))
@@ -131,6 +132,7 @@ def prefill(
     else:
         state, logits = _read_chunks(model, policy, state, rows, weights, progress)
     warn_of_imbalance(state)
+    warn_of_nothing_admitted(policy, state, lengths)
     return state, logits
 
 

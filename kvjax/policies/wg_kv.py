@@ -103,6 +103,7 @@ class WriteGate(Admission):
     name = "write_gate"
     arguments = {"tau": Number(0, 1, "threshold of a gate", open="low high"), "window": Whole(1, "window")}
     traced = ("tau",)
+    dial = "tau"
     needs = frozenset({"k_pre", "k"})
     learns = "wg-kv"
     trained_by = (

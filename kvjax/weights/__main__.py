@@ -1,4 +1,4 @@
-"""Files of learned weights: ``python -m kvjax.weights convert | random`` (``kvjax.weights.gates``)."""
+"""Files of learned weights: ``python -m kvjax.weights convert | random`` (``published``, ``gates``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax import cli
-from kvjax.weights import gates
+from kvjax.weights import gates, published
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,26 +17,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _make(words: Sequence[str]) -> None:
     options = _parser().parse_args(words)
+    preset, part = "wg-kv", "write_gate"
     if options.verb == "convert":
-        gates.convert(options.file, options.model, options.out, options.weight)
+        preset, part = published.convert(options.file, options.model, options.out, options.weight)
     else:
         gates.make_random(options.model, options.share, options.out)
     print(
-        f"{options.out} written. Serve it with --policy wg-kv --weights write_gate={options.out}.",
+        f"{options.out} written. Serve it with --policy {preset} --weights {part}={options.out}.",
         file=sys.stderr,
     )
 
 
 def _parser() -> cli.Parser:
-    parser = cli.Parser(prog="python -m kvjax.weights", description="Files of WG-KV gates.")
+    parser = cli.Parser(prog="python -m kvjax.weights", description="Files of learned weights.")
     verbs = parser.add_subparsers(dest="verb", metavar="convert | random", required=True)
-    published = verbs.add_parser("convert", help="a published .pt to a safetensors file")
-    published.add_argument("file", metavar="FILE.pt", type=Path)
-    published.add_argument("--lambda", dest="weight", metavar="X", help="for the notes (default: as named)")
+    theirs = verbs.add_parser("convert", help="published weights to a safetensors file")
+    theirs.add_argument(
+        "file", metavar="FILE", type=Path, help="WG-KV or Fast KVzip: .pt; KVzap: model.safetensors"
+    )
+    theirs.add_argument(
+        "--lambda", dest="weight", metavar="X", help="of WG-KV, for the notes (default: as named)"
+    )
     untrained = verbs.add_parser("random", help="untrained gates that admit a share of any text")
     share = cli.Rule(float, lambda x: x == x, "a number, 0 to 1")
     untrained.add_argument("--share", metavar="X", type=share, required=True, help="0 to 1")
-    for verb in (published, untrained):
+    for verb in (theirs, untrained):
         cli.add(verb, "--model", required=True, help="folder or hub id of the model the gates are for")
         cli.add(verb, "--out", metavar="FILE.safetensors", required=True, help="written, or replaced")
     return parser

@@ -119,7 +119,7 @@ def _trained_otherwise(part: Part, learned: Learned) -> Iterator[str]:
 
 def _weights_of(part: Part, model: Weighted, source: Source, other: bool) -> Learned:
     learned = load_weights(_file(part, model, source), model, other_values=other)
-    if learned.notes["method"] != part.learns or learned.notes["place"] != part.place:
+    if learned.notes["method"] != part.learns:
         raise WeightsError(
             f"weights {part.name}={source}: {learned.file} holds weights of {learned.notes['method']!r}, "
             f"{part!r} reads those of {part.learns!r}. Give a file of that method."
@@ -141,7 +141,7 @@ def _file(part: Part, model: Weighted, source: Source) -> Path:
     """The file a source means: a bare word as the name of a shipped file, a path as it is."""
     text, names = str(source), shipped(model, part)
     if isinstance(source, str) and text in names:
-        return _folder(model) / FOLDER / part.name / f"{text}.safetensors"
+        return _home(model, part) / f"{text}.safetensors"
     if isinstance(source, Path) or Path(text).suffix or os.sep in text or Path(text).is_file():
         return Path(source)
     if not names:
@@ -205,9 +205,16 @@ def _folder(model: Weighted) -> Path:
     return Path(getattr(model, "folder", None) or os.devnull)
 
 
+def _home(model: Weighted, part: Part) -> Path:
+    """The folder of a part's name, else that of what it learns, which a part of another place may share."""
+    folder = _folder(model) / FOLDER
+    own = folder / part.name
+    return own if own.is_dir() else folder / part.learns
+
+
 def shipped(model: Weighted, part: Part) -> list[str]:
     """Names of the learned weights that the model's folder has for a part."""
-    return sorted(file.stem for file in (_folder(model) / FOLDER / part.name).glob("*.safetensors"))
+    return sorted(file.stem for file in _home(model, part).glob("*.safetensors"))
 
 
 def missing(part: Part, model: Weighted) -> WeightsError:

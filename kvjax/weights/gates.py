@@ -1,4 +1,4 @@
-"""Published WG-KV gates: ``python -m kvjax.weights convert FILE.pt --model DIR --out FILE.safetensors``.
+"""WG-KV gates: published ones for ``kvjax.weights.published``, and random ones.
 
 The authors (https://github.com/EMCLab-Sinica/WG-KV) publish gates for Llama-3.1-8B-Instruct and Qwen3-4B-2507
 as ``torch.save`` files named ``<model>-<lambda>.pt``. Torch is not needed. Their names, for layer i of a
@@ -87,28 +87,10 @@ def _layer(tensors: dict[str, np.ndarray], index: int, network: Network, source:
     return ours | ({"norm": np.concatenate([tensors[name] for name in norms])} if norms else {})
 
 
-def convert(file: Path, model: str, out: Path, weight: str | None) -> None:
-    """Reads a published file and writes ours, bound to the model.
-
-    Args:
-      file: the authors' ``.pt``.
-      model: folder or hub id of the model the gates are for.
-      out: file to write.
-      weight: lambda, for the notes; by default what the file's name says.
-
-    Raises:
-      TorchFileError, WeightsError, ModelError: what cannot be read, or does not fit.
-    """
-    from kvjax.loading import load
-    from kvjax.weights.torch_file import read_tensors
-
-    tensors = read_tensors(file)
-    backbone = load(model)
-    layers = converted(tensors, backbone.network, str(file))
+def notes_of(file: Path, weight: str | None) -> dict[str, str]:
+    """For the header: what published gates are meant for, and lambda, by default as the file's name says."""
     named = re.search(r"-(\d+(\.\d+)?)$", file.stem)
-    strength = weight or (named[1] if named else "unknown")
-    notes = PUBLISHED | {"lambda": strength, "seed": "unknown", "source": file.name}
-    save_weights(out, backbone, WriteGate(), layers, notes=notes)
+    return PUBLISHED | {"lambda": weight or (named[1] if named else "unknown"), "seed": "unknown"}
 
 
 # --- gates that know nothing ---------------------------------------------------------------------

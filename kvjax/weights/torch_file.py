@@ -72,10 +72,26 @@ def read_tensors(file: str | Path) -> dict[str, np.ndarray]:
     Raises:
       TorchFileError: no such file, another format, something in it that is not a tensor.
     """
+    tensors = read_saved(file)
+    if not isinstance(tensors, dict) or not all(isinstance(x, np.ndarray) for x in tensors.values()):
+        raise TorchFileError(f"{file} is not a dict of tensors. Save a state_dict, or a dict like it.")
+    return {str(name): value for name, value in tensors.items()}
+
+
+def read_saved(file: str | Path, *, beside: bool = False) -> Any:
+    """The saved object, tensors in it as arrays.
+
+    Args:
+      file: as in ``read_tensors``.
+      beside: NumPy arrays may stand beside the tensors; they are not read, and appear as ``Unread``.
+
+    Raises:
+      TorchFileError: no such file, another format, something in it that is neither.
+    """
     file = Path(file)
     try:
         with zipfile.ZipFile(file) as archive:
-            tensors = _Reader(archive, file).load()
+            return _Reader(archive, file, beside).load()
     except OSError as error:
         raise TorchFileError(f"{file} cannot be read ({error.strerror or error}). Check the path.") from error
     except zipfile.BadZipFile as error:
@@ -83,15 +99,33 @@ def read_tensors(file: str | Path) -> dict[str, np.ndarray]:
             f"{file} is not a whole zip archive, which torch.save writes since torch 1.6. Download it again, "
             "or save it with a newer torch."
         ) from error
-    if not isinstance(tensors, dict) or not all(isinstance(x, np.ndarray) for x in tensors.values()):
-        raise TorchFileError(f"{file} is not a dict of tensors. Save a state_dict, or a dict like it.")
-    return {str(name): value for name, value in tensors.items()}
+
+
+class Unread:
+    """Stands for a NumPy array that a pickle holds, and for whatever it is made of."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+_OF_ARRAYS = (
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),
+)
+"""Names by which NumPy pickles an array."""
 
 
 class _Reader(pickle.Unpickler):
     """An unpickler to which only tensors, dicts and plain values exist."""
 
-    def __init__(self, archive: zipfile.ZipFile, file: Path) -> None:
+    def __init__(self, archive: zipfile.ZipFile, file: Path, beside: bool) -> None:
+        self._beside = beside
         names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if len(names) != 1:
             raise TorchFileError(
@@ -124,6 +158,8 @@ class _Reader(pickle.Unpickler):
         """The few names a pickled tensor needs; everything else is refused."""
         if module in ("torch", "torch.storage") and name in _TYPES:
             return _Kind(_TYPES[name])
+        if self._beside and (module, name) in _OF_ARRAYS:
+            return Unread
         known = {
             ("collections", "OrderedDict"): OrderedDict,
             ("torch._utils", "_rebuild_tensor_v2"): _tensor,
