@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvjax.algebra import Every, Part, Policy, PolicyError, Wrapper
+from kvjax.algebra import Every, Part, Policy, PolicyError, Ranking, Wrapper
 from kvjax.catalogue import _discovery as discovery
 
 
@@ -185,13 +185,18 @@ def _kinds(name: str) -> list[type[Part]]:
 
 def _build(kind: type[Part], values: list[Any], named: dict[str, Any], spec: str) -> Part:
     try:
-        inspect.signature(kind).bind(*values, **named)
+        fields = inspect.signature(kind).bind(*values, **named).arguments
     except TypeError as error:
         names = [f.name for f in dataclasses.fields(kind) if f.name != "of"]  # type: ignore[arg-type]
         takes = ", ".join(names) or "none"
         raise PolicyError(f"policy({spec!r}): {kind.name}: {error}. Its arguments: {takes}.") from None
+    for name, value in fields.items():  # an eviction as an argument is there as text
+        if isinstance(kind.arguments.get(name), Ranking) and isinstance(value, str):
+            word, arguments = _parse(value, spec)
+            parts = _parts(word, arguments or "", spec)
+            fields[name] = parts.get("eviction", next(iter(parts.values())))
     try:
-        part = kind(*values, **named)
+        part = kind(**fields)
         hash(part)  # a policy is a static argument of jit
     except TypeError as error:
         raise PolicyError(
@@ -218,11 +223,15 @@ def _arguments(name: str, text: str, spec: str) -> tuple[list[Any], dict[str, An
 
 
 def _value(node: ast.expr) -> Any:
-    """A literal, a bare word as text, or every(k)."""
+    """A literal, a bare word as text, every(k), or an eviction with arguments as text."""
     if isinstance(node, ast.Name):
         return node.id
+    if isinstance(node, ast.Constant) and re.fullmatch(r"every\(\d+\)", str(node.value)):
+        node = ast.parse(node.value, mode="eval").body
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "every":
         return Every(*[ast.literal_eval(x) for x in node.args])
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and _kinds(node.func.id):
+        return ast.unparse(node)
     try:
         return ast.literal_eval(node)
     except ValueError:
