@@ -48,7 +48,7 @@ class Eviction(Part):
 
     @property
     def later(self) -> Eviction:
-        """What ranks while decoding: this eviction, or the other one that it holds for that (``then``)."""
+        """What ranks while decoding: this eviction, or another one that it holds for that (``then``)."""
         return self
 
     @property

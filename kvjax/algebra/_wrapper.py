@@ -35,6 +35,11 @@ class Ranking(Argument):
     def expected(self) -> str:
         return "an eviction that does something and is not a wrapper, for example knorm"
 
+    def check(self, call: object, name: str, value: Any) -> None:
+        """Accepts an eviction, and None: whether one must be there, the part says when all is checked."""
+        if value is not None:
+            super().check(call, name, value)
+
 
 class Held(Argument):
     """The eviction that a wrapper holds; one that does something."""

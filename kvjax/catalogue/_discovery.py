@@ -131,5 +131,5 @@ def presets() -> dict[str, str]:
 def described(module: ModuleType) -> tuple[str, str]:
     """First line of a module's docstring, and the first link in it or ""."""
     text = inspect.getdoc(module) or ""
-    links = [word.rstrip(".,)") for word in text.split() if word.startswith("https://")]
+    links = [word.rstrip(".,;)") for word in text.split() if word.startswith("https://")]
     return text.partition("\n")[0], links[0] if links else ""

@@ -5,7 +5,8 @@ A string is a sum of words. A word is the name of a part with arguments (``quest
 place; two parts written for one place are refused. A word that names parts of two places (``gvote`` ranks and
 counts) fills those places for which nothing else is written: ``kvp + gvote`` ranks by kvp and keeps as many
 tokens as have votes, ``gvote + uniform(0.25)`` ranks by votes. A wrapper follows the eviction that it holds:
-``snapkv + critical + ada(0.25)``; several apply in the order written.
+``snapkv + critical + ada(0.25)``; several apply in the order written. An eviction may be the argument of a
+wrapper: ``snapkv + then(knorm) + uniform(512, every(64))``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Another eviction for the answer than for the prompt: ``snapkv + then(knorm)``."""
+"""Then: one eviction ranks the prompt, the other one the answer."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from kvjax.algebra import Eviction, Observation, Ranking, Wrapper
+from kvjax.algebra import Eviction, Observation, PolicyError, Ranking, Wrapper
 from kvjax.cache.pages import Slots
 from kvjax.types import Network, Params
 
@@ -23,12 +23,20 @@ class Then(Wrapper):
 
     Attributes:
       answer: the eviction that ranks while decoding.
+
+    Raises:
+      PolicyError: there is none.
     """
 
     name = "then"
     arguments = {"answer": Ranking()}
     traced = ("answer",)  # its numbers are leaves
     answer: Eviction = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.answer is None:
+            raise PolicyError(f"{self!r}: nothing ranks the answer. Give an eviction, as in then(knorm).")
 
     @property
     def later(self) -> Eviction:
@@ -68,7 +76,7 @@ class Then(Wrapper):
 
     @property
     def word(self) -> str:
-        return f"{self.name}({self.answer!r})"
+        return self.name if self.answer is None else f"{self.name}({self.answer!r})"
 
     def check_positions(self, network: Network) -> None:
         self.answer.check_positions(network)

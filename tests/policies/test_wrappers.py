@@ -302,7 +302,7 @@ def test_numbers_of_what_is_held_are_leaves():
         ("write_gate + knorm + chunks(9) + uniform(0.5)", "admits different tokens"),
         ("knorm + entropy_chunks(4, spiky=4) + uniform(0.5)", "spiky=4 is not below size=4"),
         ("then(knorm) + uniform(24, every(4))", "has nothing to wrap"),
-        ("snapkv + then + uniform(24, every(4))", "answer=None is not a valid eviction"),
+        ("snapkv + then + uniform(24, every(4))", "nothing ranks the answer"),
         ("snapkv + then(int8) + uniform(24, every(4))", r"answer=int8\(128\) is not a valid eviction"),
         ("snapkv + then(critical) + uniform(24, every(4))", "has nothing to wrap"),
         ("snapkv + then(knrm) + uniform(24, every(4))", "Did you mean 'knorm'"),
