@@ -101,5 +101,4 @@ PRESETS = {"snapkv-then-knorm": 'snapkv + then(knorm) + uniform(0.25, when="ever
 EXAMPLES = (
     "snapkv(8) + then(knorm) + uniform(24, when=every(8))",
     "knorm + then(snapkv(4, kernel=3)) + uniform(24, when=every(4)) + sinks(2)",
-    "h2o + then(tova) + uniform(24, when=every_step)",
 )

@@ -116,7 +116,4 @@ def pair_lengths(x: Float[Array, "... H"], together: Bool[Array, "H H"]) -> Floa
 
 PRESETS = {"tri-attention": "tri_attention + uniform(1024, when=every(128), prompt=keep)"}
 
-EXAMPLES = (
-    Policy(eviction=TriAttention(ahead=64), budget=Uniform(24)),
-    Policy(eviction=TriAttention(ahead=64), budget=Uniform(24, Every(8)), recent=4),
-)
+EXAMPLES = (Policy(eviction=TriAttention(ahead=64), budget=Uniform(24, Every(8)), recent=4),)
