@@ -227,8 +227,9 @@ def _value(node: ast.expr) -> Any:
     """A literal, a bare word as text, every(k), or an eviction with arguments as text."""
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Constant) and re.fullmatch(r"every\(\d+\)", str(node.value)):
-        node = ast.parse(node.value, mode="eval").body
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        quoted = re.fullmatch(r"every\((\d+)\)", node.value)
+        return Every(int(quoted[1])) if quoted else node.value
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "every":
         return Every(*[ast.literal_eval(x) for x in node.args])
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and _kinds(node.func.id):

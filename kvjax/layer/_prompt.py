@@ -84,8 +84,17 @@ def judged(
     def mass_for(eviction: Eviction) -> Float[Array, "B N T"]:
         """The attention that each token received, as the eviction counts it."""
         assert lse is not None
-        q, weights, where = major(x.q), query_weights(eviction, pos), {"window": window, "admit": bits}
-        return column_mass(q, new.k, lse, weights, q_pos=pos, k_pos=pos, softcap=x.softcap, **where)
+        return column_mass(
+            major(x.q),
+            new.k,
+            lse,
+            query_weights(eviction, pos),
+            q_pos=pos,
+            k_pos=pos,
+            window=window,
+            admit=bits,
+            softcap=x.softcap,
+        )
 
     mass = mass_for(ranks) if limited and ranks.needs_mass else None
     if mass is not None:

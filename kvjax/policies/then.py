@@ -76,7 +76,7 @@ class Then(Wrapper):
 
     @property
     def word(self) -> str:
-        return self.name if self.answer is None else f"{self.name}({self.answer!r})"
+        return f"{self.name}({'' if self.answer is None else repr(self.answer)})"
 
     def check_positions(self, network: Network) -> None:
         self.answer.check_positions(network)
