@@ -25,6 +25,7 @@ from kvjax.algebra import (
     Number,
     Policy,
     PolicyError,
+    Ranking,
     Switch,
     Whole,
 )
@@ -34,6 +35,7 @@ from kvjax.budgets.uniform import Uniform
 from kvjax.cache import pool
 from kvjax.decode import RequestError, _prefill
 from kvjax.policies import magicpig
+from kvjax.policies.critical import Critical
 from kvjax.policies.knorm import KNorm
 from kvjax.policies.kvzip import Instruction
 from kvjax.policies.topk import FINEST, Retrieved
@@ -84,6 +86,7 @@ def bounds(argument: Argument) -> tuple[list[Any], list[Any]]:
         Bits: ([2, 4], [1, 3, 8, 2.0, True]),
         Instruction: (["a", "a" * 200, (0,), (7,) * 200], ["", "a" * 201, (), (-1,), (True,), [5], 5]),
         Held: ([KNorm()], [KeepRecent(), 1]),
+        Ranking: ([KNorm()], [KeepRecent(), Critical(of=KNorm()), 1]),
     }[type(argument)]
 
 

@@ -2,6 +2,7 @@
 
 python -m train.queries --config configs/ranker/embedded.yaml --part qfilter --export FILE
 python -m train.queries --config configs/ranker/embedded.yaml --part expected_attention --export FILE
+python -m train.queries --config configs/ranker/embedded.yaml --part tri_attention --export FILE
 
 Runs the model once over the training sequences that a config of traces names (``train.trace_rows``) and keeps
 sums of queries and of their products, nothing else. The parts:
@@ -9,6 +10,7 @@ sums of queries and of their products, nothing else. The parts:
   qfilter             the first right singular vector of each head's queries after RoPE, turned so that their
                       sum has a positive product with it; mean over a group's heads
   expected_attention  mean and covariance of the queries before RoPE, without the first tokens (sinks)
+  tri_attention       mean of the queries before RoPE, and mean length of each pair of channels that it turns
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from tqdm import tqdm
 from kvjax.errors import UserError
 from kvjax.policies.expected_attention import ExpectedAttention
 from kvjax.policies.qfilter import QFilter
+from kvjax.policies.tri_attention import TriAttention, pair_lengths, pairs
 from kvjax.types import Heads, Network, Params
 from kvjax.weights import save_weights
 from pallas_kernels.blockwise.api import blockwise
@@ -41,7 +44,11 @@ if TYPE_CHECKING:
 
     from kvjax.loading import LanguageModel
 
-PARTS = {"qfilter": QFilter(), "expected_attention": ExpectedAttention(stored=True)}
+PARTS = {
+    "qfilter": QFilter(),
+    "expected_attention": ExpectedAttention(stored=True),
+    "tri_attention": TriAttention(),
+}
 
 
 @dataclasses.dataclass
@@ -52,31 +59,35 @@ class Moments:
       count: of tokens.
       first: of queries.
       second: of their outer products.
+      length: of the length of each channel's pair.
     """
 
     count: int
     first: Float[np.ndarray, "L N H"]
     second: Float[np.ndarray, "L N H H"]
+    length: Float[np.ndarray, "L N H"]
 
     @classmethod
     def none(cls, network: Network) -> Moments:
         """Of no token."""
         shape = network.num_layers, network.num_heads, network.head_dim
-        return cls(0, np.zeros(shape), np.zeros((*shape, network.head_dim)))
+        return cls(0, np.zeros(shape), np.zeros((*shape, network.head_dim)), np.zeros(shape))
 
 
 @functools.partial(jax.jit, static_argnames=("network", "index", "turned", "skip"))
 def _layer(
     network: Network, index: int, block: Params, x: Array, at: Array, turned: bool, skip: int
-) -> tuple[Array, tuple[Array, Array]]:
-    """The layer's output, and the sums of its queries behind the first ``skip`` ones: [N, H], [N, H, H]."""
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    """The layer's output, and the sums of its queries behind the first ``skip`` ones, as in ``Moments``."""
 
-    def attend(_layer: int, heads: Heads, carry: Any) -> tuple[Array, tuple[Array, Array]]:
+    def attend(_layer: int, heads: Heads, carry: Any) -> tuple[Array, tuple[Array, Array, Array]]:
         q, k, v = (jnp.swapaxes(part, 1, 2) for part in (heads.q, heads.k, heads.v))
         out, _ = blockwise(q, k, v, q_pos=at, k_pos=at, softcap=heads.softcap)
         seen = (heads.q if turned else heads.q_pre)[0, skip:].astype(jnp.float32)
         second = jnp.einsum("tni,tnj->nij", seen, seen, precision=jax.lax.Precision.HIGHEST)
-        return jnp.swapaxes(out, 1, 2).astype(heads.v.dtype), (seen.sum(axis=0), second)
+        lengths = pair_lengths(seen, pairs(heads.rotate, seen.shape[-1]))
+        sums = seen.sum(axis=0), second, lengths.sum(axis=0)
+        return jnp.swapaxes(out, 1, 2).astype(heads.v.dtype), sums
 
     return network.layer(block, index, x, at, attend, None)  # type: ignore[arg-type]
 
@@ -100,6 +111,7 @@ def add(
         x, sums = _layer(network, 0 if alike else index, block, x, at, turned, skip)
         moments.first[index] += np.asarray(sums[0], np.float64)
         moments.second[index] += np.asarray(sums[1], np.float64)
+        moments.length[index] += np.asarray(sums[2], np.float64)
     moments.count += max(len(tokens) - skip, 0)
 
 
@@ -118,6 +130,12 @@ def statistics(moments: Moments) -> list[Params]:
     return [{"mean": m, "covariance": c} for m, c in zip(mean, covariance)]
 
 
+def centres(moments: Moments) -> list[Params]:
+    """The weights of ``tri_attention``."""
+    both = zip(moments.first / moments.count, moments.length / moments.count)
+    return [{"mean": mean, "length": length} for mean, length in both]
+
+
 def run(settings: ranker.Settings, name: str, file: Path, dtype: Any) -> None:
     """Calibrates a part and writes its weights.
 
@@ -134,7 +152,10 @@ def run(settings: ranker.Settings, name: str, file: Path, dtype: Any) -> None:
     turned, skip = name == "qfilter", getattr(part, "sinks", 0)
     for index in tqdm(range(recording.sequences), mininterval=5):
         add(moments, model, sequences.draw(index)[1], turned=turned, skip=skip)
-    layers = filters(moments, model.network.num_kv_heads) if turned else statistics(moments)
+    if turned:
+        layers = filters(moments, model.network.num_kv_heads)
+    else:
+        layers = centres(moments) if name == "tri_attention" else statistics(moments)
     source = recording.data.get("kind", "rows")
     if source == "rows":
         source = "stand-in" if text.data_folder() is None else "books"

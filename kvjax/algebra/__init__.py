@@ -31,7 +31,7 @@ from kvjax.algebra._policy import PLACES, Policy
 from kvjax.algebra._replay import Piece, Replay, Tokenizer
 from kvjax.algebra._selection import Anchored, Picked, SelectAll, Selection
 from kvjax.algebra._storage import Native, Storage
-from kvjax.algebra._wrapper import Held, Runs, Wrapper, places, run_means
+from kvjax.algebra._wrapper import Held, Ranking, Runs, Wrapper, places, run_means
 from kvjax.sharding.all_heads import HERE, AllHeads
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "Piece",
     "Policy",
     "PolicyError",
+    "Ranking",
     "Replay",
     "Runs",
     "SelectAll",

@@ -47,6 +47,11 @@ class Eviction(Part):
     runs: ClassVar[bool] = False
 
     @property
+    def later(self) -> Eviction:
+        """What ranks while decoding: this eviction, or another one that it holds for that (``then``)."""
+        return self
+
+    @property
     def needs_mass(self) -> bool:
         """Does it rank by the attention that a token receives ("mass" in ``needs``)?
 

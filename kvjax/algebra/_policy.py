@@ -120,23 +120,27 @@ class Policy:
     @property
     def ranks_held(self) -> bool:
         """Does the eviction look at all that a KV head holds whenever the budget acts while decoding?"""
-        return self.decides_later and self.eviction.ranks_held
+        return self.decides_later and self.eviction.later.ranks_held
 
     @property
     def queries(self) -> dict[str, int]:
         """How many of the newest queries of every head are kept, by name ("q", "q_pre")."""
-        count = self.eviction.queries if self.ranks_held else 0
-        return {name: count for name in ("q", "q_pre") if count and name in self.eviction.needs}
+        ranks = self.eviction.later
+        count = ranks.queries if self.ranks_held else 0
+        return {name: count for name in ("q", "q_pre") if count and name in ranks.needs}
 
     @property
     def tracks_mass(self) -> bool:
         """Must a read return the attention that each slot received?"""
-        return self.decides_later and self.eviction.needs_mass
+        return self.decides_later and self.eviction.later.needs_mass
 
     @property
     def learned(self) -> tuple[Part, ...]:
         """The parts that read learned weights."""
-        return tuple(part for part in self.chain if part.learns)
+        parts = [*self.chain]
+        if self.eviction.later is not self.eviction:
+            parts.append(self.eviction.later)
+        return tuple(part for part in parts if part.learns)
 
     @property
     def protects(self) -> int:
@@ -157,7 +161,8 @@ class Policy:
         once = self.budget.limited and self.budget.when == "after_prompt"
         cuts = self.ranks_held or (self.decides_later and self.budget.from_scores)
         later = self.tracks_mass or (cuts and not self.budget.spares_prompt)
-        return once or later or not self.admission.prefill
+        other = self.decides_later and self.eviction.later is not self.eviction
+        return once or later or other or not self.admission.prefill
 
     @property
     def on_arrival(self) -> bool:
@@ -220,10 +225,32 @@ jax.tree_util.register_pytree_node(Policy, _flatten, _unflatten)
 
 def _refuse_illegal_pairs(p: Policy) -> None:
     """Refuses parts that exclude each other; one rule per paragraph."""
-    if p.eviction.scores_prompt and p.decides_later and not p.eviction.ranks_held:
-        other = p.eviction.on_arrival or "an eviction that ranks on arrival"
+    for one in p.eviction.chain[:-1]:
+        if isinstance(one, Eviction) and one.later is not one:
+            raise PolicyError(
+                f"{p.eviction!r}: {one.word} says what ranks the answer, and wrappers act on the prompt. "
+                f"Write {one.word} last."
+            )
+    later = p.eviction.later
+    if later is not p.eviction and not p.decides_later:
         raise PolicyError(
-            f"{p.eviction!r} cannot serve {p.budget!r}: it ranks only the tokens of a prompt, and a budget "
+            f"{p.eviction!r}: {p.budget!r} acts after the prompt alone, so {later!r} would rank nothing. "
+            f"Give when=every(64), or leave {p.eviction.word} out."
+        )
+    if later is not p.eviction and p.budget.spares_prompt:
+        raise PolicyError(
+            f"{p.eviction!r}: {p.budget!r} keeps the prompt, so only {later!r} would rank anything. Write "
+            f"'{later!r} + {p.budget!r}', or leave prompt=keep out."
+        )
+    if later is not p.eviction and p.eviction.chain[0].learns and later.learns:
+        raise PolicyError(
+            f"{p.eviction!r}: both evictions read learned weights, and a policy holds those of one. Use one "
+            "that learns nothing for the prompt or for the answer."
+        )
+    if later.scores_prompt and p.decides_later and not later.ranks_held:
+        other = later.on_arrival or "an eviction that ranks on arrival"
+        raise PolicyError(
+            f"{later!r} cannot serve {p.budget!r}: it ranks only the tokens of a prompt, and a budget "
             f"that acts while decoding needs ranks of generated tokens, too. Use {other}, or "
             "when=after_prompt."
         )
@@ -233,6 +260,7 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             f"'{p.budget!r}', which also ranks by its votes, or add an eviction: 'snapkv + {p.budget!r}'."
         )
     ranks, *wrappers = p.eviction.chain
+    wrappers = wrappers if later is p.eviction else wrappers[:-1]
     if ranks.name == p.budget.name and repr(ranks) != repr(p.budget):
         raise PolicyError(
             f"{ranks!r} ranks and {p.budget!r} counts, but one word for both takes one set of "

@@ -23,6 +23,24 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 
+class Ranking(Argument):
+    """An eviction as an argument; one that does something, and not a wrapper."""
+
+    what = "eviction"
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, Eviction) and not value.idle and not isinstance(value, Wrapper)
+
+    @property
+    def expected(self) -> str:
+        return "an eviction that does something and is not a wrapper, for example knorm"
+
+    def check(self, call: object, name: str, value: Any) -> None:
+        """Accepts an eviction, and None: whether one must be there, the part says when all is checked."""
+        if value is not None:
+            super().check(call, name, value)
+
+
 class Held(Argument):
     """The eviction that a wrapper holds; one that does something."""
 

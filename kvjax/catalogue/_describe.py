@@ -101,5 +101,5 @@ def _arguments(part: Part) -> dict[str, Any]:
     return {
         name: value if isinstance(value, plain) else repr(value)
         for name, value in values.items()
-        if not isinstance(value, Part)  # what it holds stands before it
+        if name != "of"  # what it holds stands before it
     }

@@ -200,7 +200,7 @@ def _without(info: LayerInfo, cache: LayerCache, gone: Bool[Array, "B K C"]) -> 
 def ranked(info: LayerInfo, slots: Slots, length: Int[Array, " B"]) -> tuple[Float[Array, "B K C"], Slots]:
     """Scores of the slots, inf where a slot may not be evicted; and the slots, ``live`` where it may."""
     slots = _candidates(info, slots, length)
-    score = info.policy.eviction.score(info.weights("eviction"), slots)
+    score = info.policy.eviction.later.score(info.weights("eviction"), slots)
     return jnp.where(slots.live, score, jnp.inf), slots
 
 

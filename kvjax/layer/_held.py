@@ -5,17 +5,19 @@ Why: kvjax/DESIGN.md, 29.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
-from kvjax.algebra import Observation
+from kvjax.algebra import Eviction, Observation
 from kvjax.cache import per_head
 from kvjax.cache import ring as rings
 from kvjax.cache.state import LayerCache
 from kvjax.layer._demote import codecs
 from kvjax.layer._info import LayerInfo
-from kvjax.types import EMPTY, Heads
+from kvjax.types import EMPTY, Heads, Params
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -43,31 +45,48 @@ def held_scores(
     pos = jnp.concatenate([jnp.where(paged.live, paged.pos, EMPTY), recent], axis=-1)
     order = jnp.argsort(jnp.where(pos >= 0, pos, jnp.iinfo(pos.dtype).max), axis=-1)
 
-    def as_row(of_pages: Array, of_ring: Array) -> Array:
-        """[B, K, ...] tokens of both, in order, as [B K, 1, ...]."""
+    def in_order(of_pages: Array, of_ring: Array) -> Array:
+        """[B, K, ...] tokens of both, in order, as [B, K, 1, ...]."""
         both = jnp.concatenate([of_pages.astype(of_ring.dtype), of_ring], axis=2)
-        both = jnp.take_along_axis(both, order[..., None], axis=2)
-        return both.reshape(rows * heads, 1, *both.shape[2:])
+        return jnp.take_along_axis(both, order[..., None], axis=2)[:, :, None]
 
-    values: dict[str, Any] = {"k": as_row(k, ring.k), "v": as_row(v, ring.v)}
+    values: dict[str, Any] = {"k": in_order(k, ring.k), "v": in_order(v, ring.v)}
     asked = None
     for name, q in ring.queries.items():
         kept = q.shape[2]
         asked = length[:, None] - kept + jnp.arange(kept)[None, :]  # the oldest first
         q = jnp.take_along_axis(q, (asked % kept)[:, None, :, None], axis=2)
-        values[name] = q.reshape(rows * heads, -1, *q.shape[2:])
-        asked = jnp.repeat(jnp.maximum(asked, EMPTY), heads, axis=0)
+        values[name] = q.reshape(rows, heads, -1, *q.shape[2:])
+        asked = jnp.broadcast_to(jnp.maximum(asked, EMPTY)[:, None], (rows, heads, kept))
     observed = Observation(
-        pos=jnp.take_along_axis(pos, order, axis=-1).reshape(rows * heads, -1),
-        total=jnp.repeat(length, heads),
+        pos=jnp.take_along_axis(pos, order, axis=-1),
+        total=jnp.broadcast_to(length[:, None], (rows, heads)),
         layer=info.layer,
         layers=info.layers,
         values=values,
         softcap=x.softcap,
         rotate=x.rotate,
-        sinks=None if x.sinks is None else jnp.tile(x.sinks.reshape(heads, -1), (rows, 1)),
+        sinks=None if x.sinks is None else jnp.tile(x.sinks.reshape(1, heads, -1), (rows, 1, 1)),
         asked=asked,
     )
-    score = info.policy.eviction.score_prompt(info.weights("eviction"), observed)
-    score = score.reshape(rows, heads, -1)
+    score = _of_each_head(info.policy.eviction.later, info.weights("eviction"), observed)
     return jnp.take_along_axis(score, jnp.argsort(order, axis=-1), axis=-1)[..., :slots]
+
+
+def _of_each_head(eviction: Eviction, weights: Any, seen: Observation) -> Float[Array, "B K T"]:
+    """``score_prompt`` of every KV head as a row with one head; the arrays of ``seen`` begin with [B, K]."""
+    rows, heads, t = seen.pos.shape
+    arrays = {name: getattr(seen, name) for name in ("pos", "total", "values", "sinks", "asked")}
+    if not eviction.learns:
+        merged = jax.tree.map(lambda x: x.reshape(rows * heads, *x.shape[2:]), arrays)
+        return eviction.score_prompt(None, dataclasses.replace(seen, **merged)).reshape(rows, heads, t)
+    axes = {name: None if name in eviction.shared else 0 for name in weights}
+    own = {
+        name: weight if axes[name] is None else weight.reshape(heads, -1, *weight.shape[1:])
+        for name, weight in weights.items()
+    }
+
+    def of_head(weights: Params, arrays: dict[str, Any]) -> Float[Array, "B 1 T"]:
+        return eviction.score_prompt(weights, dataclasses.replace(seen, **arrays))
+
+    return jax.vmap(of_head, in_axes=(axes, 1), out_axes=1)(own, arrays)[:, :, 0]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from kvjax.algebra import Eviction
 from kvjax.cache import per_head
 from kvjax.cache.pages import Slots
 from kvjax.cache.state import LayerCache
@@ -25,10 +26,10 @@ def tracks_mass(info: LayerInfo, cache: LayerCache) -> bool:
     return info.policy.tracks_mass and cache.pages is not None
 
 
-def query_weights(info: LayerInfo, pos: Int[Array, "B T"]) -> Float[Array, "B T"]:
+def query_weights(eviction: Eviction, pos: Int[Array, "B T"]) -> Float[Array, "B T"]:
     """What the attention of each query of a read counts; 0 for padding."""
     age = pos.max(axis=1, keepdims=True) - pos
-    return jnp.where(pos >= 0, info.policy.eviction.query_weights(age), 0.0)
+    return jnp.where(pos >= 0, eviction.query_weights(age), 0.0)
 
 
 def accumulate_mass(
@@ -39,7 +40,7 @@ def accumulate_mass(
     count: Int[Array, " B"],
 ) -> dict[str, Array]:
     """Per-slot values after a read of ``count`` queries a row; rows without a query keep theirs."""
-    eviction, at = info.policy.eviction, count[:, None, None]
+    eviction, at = info.policy.eviction.later, count[:, None, None]
     old = {name: meta[f"eviction.{name}"] for name in eviction.keeps}
     pos = jnp.broadcast_to(pos, (*meta[f"eviction.{eviction.keeps[0]}"].shape,))
     mass = info.heads.mean(mass) if eviction.shared_ranking else mass

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from kvjax.algebra import Observation
+from kvjax.algebra import Eviction, Observation
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Slots
 from kvjax.cache.ring import Entry
@@ -79,23 +79,29 @@ def judged(
     """The tokens with ``admit`` set where they are retained; ``lse`` is read where an eviction needs mass."""
     policy, pos, sliding = info.policy, observed.pos, info.window is not None
     window, bits = _sight(info, new)
-    if policy.budget.limited and policy.eviction.needs_mass and not sliding:
+    limited, ranks, later = policy.budget.limited and not sliding, policy.eviction, policy.eviction.later
+
+    def mass_for(eviction: Eviction) -> Float[Array, "B N T"]:
+        """The attention that each token received, as the eviction counts it."""
         assert lse is not None
-        mass = column_mass(
+        return column_mass(
             major(x.q),
             new.k,
             lse,
-            query_weights(info, pos),
+            query_weights(eviction, pos),
             q_pos=pos,
             k_pos=pos,
             window=window,
             admit=bits,
             softcap=x.softcap,
         )
+
+    mass = mass_for(ranks) if limited and ranks.needs_mass else None
+    if mass is not None:
         observed = dataclasses.replace(observed, values=observed.values | {"mass": mass})
-        if policy.tracks_mass:
-            meta = accumulate_mass(info, pos[:, None], new.meta, mass, info.total)
-            new = dataclasses.replace(new, meta=meta)
+    if limited and policy.tracks_mass:
+        mass = mass if later is ranks and mass is not None else mass_for(later)
+        new = dataclasses.replace(new, meta=accumulate_mass(info, pos[:, None], new.meta, mass, info.total))
     keep = new.admit
     if policy.budget.limited and not sliding:
         keep = keep & retained(info, new, observed)
@@ -112,7 +118,7 @@ def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, 
     safe = (pos >= 0) & ((pos < policy.sinks) | (pos >= (info.total - newest)[:, None, None]))
     free = (pos >= 0) & new.admit & ~safe
     observed = dataclasses.replace(observed, admitted=jnp.broadcast_to(free | safe, shape))
-    if policy.tracks_mass:  # as at any later step
+    if policy.tracks_mass and policy.eviction.later is policy.eviction:  # as at any later step
         values = {name: new.meta[f"eviction.{name}"] for name in policy.eviction.keeps}
         slots = Slots(
             pos=jnp.broadcast_to(pos, shape), live=free, meta=values, seen=info.total[:, None, None]

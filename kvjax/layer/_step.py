@@ -61,7 +61,7 @@ def step(
     out, lse = merged((recent, *paged.partials), x.v.dtype, x.sinks)
     size = loaded(info, cache, paged, rings.live(length + count, cache.ring.window))
     if track:  # what is learned now decides at the next step
-        weights = query_weights(info, pos)
+        weights = query_weights(info.policy.eviction.later, pos)
         mass = column_mass(q, cache.ring.k, lse, weights, q_pos=pos, k_pos=positions, softcap=x.softcap)
         meta = accumulate_mass(info, positions[:, None], cache.ring.meta, mass, count)
         ring = dataclasses.replace(cache.ring, meta=meta)
@@ -127,7 +127,7 @@ def chunk(
     paged = read_pages(info, cache, q, decoding=False, softcap=x.softcap, with_mass=track)
     out, lse = merged((*exact, *paged.partials), x.v.dtype, x.sinks)
     if track:
-        weights = query_weights(info, pos)
+        weights = query_weights(info.policy.eviction.later, pos)
         mass = functools.partial(column_mass, q, lse=lse, weights=weights, q_pos=pos, softcap=x.softcap)
         of_ring = mass(ring.k, k_pos=positions, window=old_window, admit=old_bits)
         of_chunk = mass(new.k, k_pos=pos, window=new_window, admit=new_bits)

@@ -24,6 +24,9 @@ from kvjax.policies.lagkv import LagKV
 from kvjax.policies.r_kv import RKV
 from kvjax.policies.scissorhands import Scissorhands
 from kvjax.policies.snapkv import SnapKV
+from kvjax.policies.then import Then
+from kvjax.policies.tova import Tova
+from kvjax.policies.tri_attention import TriAttention
 from kvjax.types import EMPTY, Heads
 
 PROMPTS, T, STEPS = np.array([14, 9]), 14, 13
@@ -82,8 +85,11 @@ def scissorhands(window: int) -> Score:
     return score
 
 
-def expected(newest: int, sinks: int) -> Score:
-    """Without RoPE. All queries of a prompt, which is ranked when nothing is gone; later the newest."""
+def expected(newest: int, sinks: int, stored: dict[str, np.ndarray] | None = None) -> Score:
+    """Without RoPE. All queries of a prompt, which is ranked when nothing is gone; later the newest.
+
+    ``stored``: mean and covariance in their place.
+    """
 
     def score(b: int, h: int, kept: list[int], seen: int) -> np.ndarray:
         first = 0 if len(kept) == seen else max(seen - newest, 0)
@@ -91,9 +97,10 @@ def expected(newest: int, sinks: int) -> Score:
         k, share = KEYS[b, kept, h], np.zeros(len(kept))
         for n in of_group(h):
             q = Q[b, max(first, sinks) : seen, n]
-            centred = q - q.mean(axis=0)
-            spread = centred.T @ centred / len(q)
-            logit = k @ q.mean(axis=0) / np.sqrt(H) + np.einsum("ti,ij,tj->t", k, spread, k) / (2 * H)
+            mean, spread = q.mean(axis=0), np.cov(q.T, bias=True)
+            if stored is not None:
+                mean, spread = stored["mean"][n], stored["covariance"][n]
+            logit = k @ mean / np.sqrt(H) + np.einsum("ti,ij,tj->t", k, spread, k) / (2 * H)
             e = np.where(judged, np.exp(logit - logit[judged].max()), 0)
             share += e / e.sum() / GROUP
         return np.where(judged, share * np.linalg.norm(VALUES[b, kept, h], axis=-1), np.inf)
@@ -143,17 +150,35 @@ def r_kv(window: int, kernel: int, share: float, similar: float) -> Score:
     return score
 
 
+def tri(mean: np.ndarray, length: np.ndarray) -> Score:
+    """Without RoPE: a channel is a pair of its own."""
+
+    def score(b: int, h: int, kept: list[int], seen: int) -> np.ndarray:
+        k, best = KEYS[b, kept, h], np.full(len(kept), -np.inf)
+        for n in of_group(h):
+            s = k @ mean[n] + np.abs(k) @ (length[n] - np.abs(mean[n]))
+            best = np.maximum(best, (s - s.mean()) / s.std())
+        return best
+
+    return score
+
+
 def norm(b: int, h: int, kept: list[int], seen: int) -> np.ndarray:
     return -np.linalg.norm(KEYS[b, kept, h], axis=-1)
 
 
 def simulate(
-    score: Score, newest: int, every: int, shares: bool = False, spares: bool = False
+    score: Score,
+    newest: int,
+    every: int,
+    shares: bool = False,
+    spares: bool = False,
+    of_prompt: Score | None = None,
 ) -> tuple[list, np.ndarray]:
-    """[step][row][head] kept positions, and what each step mixes."""
+    """[step][row][head] kept positions, and what each step mixes; ``of_prompt`` where other scores cut it."""
     out, sets = np.zeros((2, STEPS, N, H)), []
 
-    def cut(b: int, kept: list[list[int]], seen: int) -> list[list[int]]:
+    def cut(b: int, kept: list[list[int]], seen: int, score: Score = score) -> list[list[int]]:
         first = PROMPTS[b] if spares else SINKS
         stays = [[p for p in x if p < first or p >= seen - newest] for x in kept]
         scores = [dict(zip(x, score(b, h, x, seen))) for h, x in enumerate(kept)]
@@ -166,7 +191,7 @@ def simulate(
         order = [sorted(x, key=lambda p: (-scores[h][p], p)) for h, x in enumerate(kept)]
         return [sorted(x[: max(n, len(s))]) for x, n, s in zip(order, room, stays)]
 
-    now = [cut(b, [list(range(n))] * K, int(n)) for b, n in enumerate(PROMPTS)]
+    now = [cut(b, [list(range(n))] * K, int(n), of_prompt or score) for b, n in enumerate(PROMPTS)]
     for step in range(STEPS):
         for b, n in enumerate(PROMPTS):
             i = int(n) + step
@@ -197,8 +222,9 @@ CASES = {
 }
 
 
-def kept_and_mixed(policy: Policy) -> tuple[list, np.ndarray]:
-    """What ``simulate`` gives, by the layer's own loop."""
+def kept_and_mixed(policy: Policy, weights: dict | None = None) -> tuple[list, np.ndarray]:
+    """What ``simulate`` gives, by the layer's own loop; ``weights`` of the eviction."""
+    learned = {} if weights is None else {"eviction": jax.tree.map(jnp.float32, weights)}
     w = policy.window(99)
     queries = {name: (N, n) for name, n in policy.queries.items()}
     ring = rings.empty(2, K, w, H, jnp.dtype(jnp.float32), policy.keeps, queries=queries)
@@ -207,13 +233,13 @@ def kept_and_mixed(policy: Policy) -> tuple[list, np.ndarray]:
 
     @jax.jit
     def begin(cache, x, pos):
-        site = layer.LayerInfo(policy, {}, 0, 1, None, total)
+        site = layer.LayerInfo(policy, learned, 0, 1, None, total)
         _, new = layer.prompt(site, Heads(**x), pos)
         return layer.store(site, cache, new, total)
 
     @jax.jit
     def step(cache, x, length):
-        info = layer.LayerInfo(policy, {}, 0, 1, None, total)
+        info = layer.LayerInfo(policy, learned, 0, 1, None, total)
         _, (cache, read) = layer.step(info, Heads(**x), cache, length, jnp.asarray([True, True]))
         return read.out, cache
 
@@ -231,8 +257,8 @@ def kept_and_mixed(policy: Policy) -> tuple[list, np.ndarray]:
     return sets, out
 
 
-def same(policy: Policy, right: tuple[list, np.ndarray]) -> None:
-    sets, out = kept_and_mixed(policy)
+def same(policy: Policy, right: tuple[list, np.ndarray], weights: dict | None = None) -> None:
+    sets, out = kept_and_mixed(policy, weights)
     assert sets == right[0]
     np.testing.assert_allclose(out, right[1], atol=1e-5)
 
@@ -256,3 +282,51 @@ def test_a_prompt_that_is_kept_is_not_counted(eviction: tuple[Eviction, Score]) 
 def test_heads_divide_a_layers_slots_again(eviction: tuple[Eviction, Score]) -> None:
     policy = Policy(eviction=eviction[0], budget=Ada(TARGET, floor=0.0, when=Every(3)), sinks=SINKS)
     same(policy, simulate(eviction[1], policy.ring_tokens, 3, shares=True))
+
+
+LEARNED = {
+    "mean": random.standard_normal((N, H)),
+    "covariance": np.stack([x @ x.T / H for x in random.standard_normal((N, H, H))]),
+}
+CENTRES = {"mean": LEARNED["mean"], "length": np.abs(LEARNED["mean"]) + random.random((N, H))}
+
+
+@pytest.mark.parametrize(
+    ("eviction", "score", "weights"),
+    [
+        (ExpectedAttention(ahead=4, sinks=1, stored=True), expected(5, 1, LEARNED), LEARNED),
+        (TriAttention(ahead=4), tri(**CENTRES), CENTRES),
+        (Then(TriAttention(ahead=4), of=KNorm()), tri(**CENTRES), CENTRES),
+    ],
+    ids=["expected_attention", "tri_attention", "then"],
+)
+def test_each_head_reads_its_own_learned_weights(eviction: Eviction, score: Score, weights: dict) -> None:
+    policy = Policy(eviction=eviction, budget=Uniform(TARGET, Every(4)), sinks=SINKS)
+    of_prompt = norm if isinstance(eviction, Then) else None
+    same(policy, simulate(score, policy.ring_tokens, 4, of_prompt=of_prompt), weights)
+
+
+PAIRS = {
+    "snapkv + then(knorm)": (SnapKV(window=3, kernel=3), snap(3, 3), KNorm(), norm),
+    "knorm + then(snapkv)": (KNorm(), norm, SnapKV(window=3, kernel=3), snap(3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_answer_is_ranked_by_another_eviction_than_the_prompt(name: str) -> None:
+    first, of_prompt, second, score = PAIRS[name]
+    policy = Policy(eviction=Then(second, of=first), budget=Uniform(TARGET, Every(4)), sinks=SINKS)
+    assert policy.queries == ({"q": 3} if name.endswith("then(snapkv)") else {})
+    assert policy.keeps == (("eviction.norm",) if name.endswith("then(knorm)") else ())
+    same(policy, simulate(score, policy.ring_tokens, 4, of_prompt=of_prompt))
+
+
+def test_attention_of_the_prompt_counts_for_the_answer() -> None:
+    """Nothing of the prompt goes, so the policy is the answer's eviction alone."""
+    budget = Uniform(T + 2, "every_step")
+    both = Policy(eviction=Then(Tova(), of=SnapKV(window=1, kernel=1)), budget=budget)
+    sets, out = kept_and_mixed(both)
+    right = kept_and_mixed(Policy(eviction=Tova(), budget=budget, recent=1))
+    assert sets == right[0]
+    assert len(sets[-1][0][0]) == T + 2
+    np.testing.assert_allclose(out, right[1], atol=1e-6)

@@ -19,8 +19,11 @@ from kvjax.budgets.uniform import Uniform
 from kvjax.policies.chunks import Chunks
 from kvjax.policies.critical import Critical
 from kvjax.policies.entropy_chunks import EntropyChunks
+from kvjax.policies.h2o import H2O
 from kvjax.policies.random_keep import Random
+from kvjax.policies.scissorhands import Scissorhands
 from kvjax.policies.snapkv import SnapKV
+from kvjax.policies.then import Then
 
 WIDTH = 12
 WO = np.random.default_rng(5).lognormal(size=(1, rows.N, 1)) * np.random.default_rng(6).standard_normal(
@@ -253,6 +256,31 @@ def test_a_wrapper_follows_the_eviction():
     assert kvjax.policy("criticalkv").eviction == Critical(of=SnapKV())
 
 
+def test_another_eviction_ranks_the_answer():
+    text = 'snapkv(8) + critical + chunks(5) + then(scissorhands(9, recent=4)) + uniform(64, when="every(8)")'
+    policy = kvjax.policy(text)
+    assert policy.eviction == Then(Scissorhands(9, recent=4), of=Chunks(5, of=Critical(of=SnapKV(8))))
+    assert kvjax.policy(repr(policy)) == policy
+    held = "snapkv(window=8) + critical + chunks(size=5)"
+    assert policy.structure == f"{held} + then(scissorhands(window=9, recent=4)) + uniform(when=every(8))"
+    parts = catalogue.describe(policy)["parts"]
+    assert parts[3] == {"place": "eviction", "name": "then", "args": {"answer": "scissorhands(9, recent=4)"}}
+    assert (policy.protects, policy.whole_prompt, policy.ranks_held) == (8, True, True)
+
+
+def test_numbers_of_both_evictions_are_leaves():
+    one, two = (Then(H2O(recent=4), of=Random(seed)) for seed in (1, 2))
+    assert jax.tree.structure(one) == jax.tree.structure(two)
+    assert jax.tree.structure(one) != jax.tree.structure(Then(H2O(recent=5), of=Random(1)))
+    assert jax.tree.leaves(Then(Random(3), of=Random(2))) == [3, 2]
+
+
+def test_weights_of_the_answers_eviction_are_the_policys():
+    policy = kvjax.policy("snapkv + then(qfilter) + uniform(64, every(4))")
+    assert [part.name for part in policy.learned] == ["qfilter"]
+    assert len(kvjax.weights_for(policy, kvjax.load())["eviction"]) == 6
+
+
 def test_numbers_of_what_is_held_are_leaves():
     one, two = (Critical(first, of=Random(seed)) for first, seed in ((0.5, 1), (0.25, 2)))
     assert jax.tree.structure(one) == jax.tree.structure(two)
@@ -273,6 +301,18 @@ def test_numbers_of_what_is_held_are_leaves():
         ("knorm + chunks(9) + uniform(40, every_step)", "Use knorm, or when=after_prompt"),
         ("write_gate + knorm + chunks(9) + uniform(0.5)", "admits different tokens"),
         ("knorm + entropy_chunks(4, spiky=4) + uniform(0.5)", "spiky=4 is not below size=4"),
+        ("then(knorm) + uniform(24, every(4))", "has nothing to wrap"),
+        ("snapkv + then + uniform(24, every(4))", "nothing ranks the answer"),
+        ("snapkv + then(int8) + uniform(24, every(4))", r"answer=int8\(128\) is not a valid eviction"),
+        ("snapkv + then(critical) + uniform(24, every(4))", "has nothing to wrap"),
+        ("snapkv + then(knrm) + uniform(24, every(4))", "Did you mean 'knorm'"),
+        ("snapkv + then(knorm(3)) + uniform(24, every(4))", "knorm: too many positional arguments"),
+        ("snapkv + then(h2o) + uniform(24, every(4))", r"Use h2o\(recent=8\), or"),
+        ("snapkv + then(knorm) + critical + uniform(24, every(4))", r"Write then\(knorm\) last"),
+        ("snapkv + then(knorm) + uniform(0.25)", r"or leave then\(knorm\) out"),
+        ("snapkv + then(knorm) + uniform(9, every(4), keep)", r"Write 'knorm \+ uniform\(9"),
+        ("kvp + then(qfilter) + uniform(24, every(4))", "both evictions read learned weights"),
+        ("kvzip + then(snapkv) + uniform(40, every(4))", "feeds a prompt twice"),
     ],
 )
 def test_what_has_no_order_is_refused(spec, message):

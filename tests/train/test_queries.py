@@ -20,9 +20,12 @@ STORED = "expected_attention(stored=True)"
 
 
 @functools.cache
-def observed(folder) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Queries [T, N, H] after and before RoPE, by layer, of all training sequences that the config draws."""
-    config = settings.read(config_at(folder.parent / "observed", folder, traces=FEW))
+def observed(folder, skip=4) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Queries [T, N, H] after and before RoPE, by layer, of all training sequences that the config draws.
+
+    Of those before RoPE the first ``skip`` of a sequence are left out.
+    """
+    config = settings.read(config_at(folder.parent / f"observed{skip}", folder, traces=FEW))
     model = kvjax.load(folder)
     drawn = trace_rows.sequences(config, model.text)
     both: tuple[list[list[np.ndarray]], ...] = ([[], []], [[], []])
@@ -30,7 +33,7 @@ def observed(folder) -> tuple[list[np.ndarray], list[np.ndarray]]:
         tokens = jnp.asarray(drawn.draw(index)[1])[None]
 
         def attend(layer, x, carry):
-            skipped = (x.q[0], x.q_pre[0, 4:])
+            skipped = (x.q[0], x.q_pre[0, skip:])
             for kept, seen in zip(both, skipped):
                 kept[layer].append(np.asarray(seen, np.float64))
             return decoder.dense_attend(model.spec)(layer, x, carry)
@@ -73,7 +76,16 @@ def test_statistics_are_mean_and_covariance_behind_the_sinks(tmp_path, tiny_fold
         )
 
 
-@pytest.mark.parametrize("name", ["qfilter", STORED])
+def test_centres_are_mean_and_mean_length_of_pairs(tmp_path, tiny_folder):
+    layers = calibrated(tmp_path, tiny_folder, "tri_attention", "tri_attention + uniform(8)")
+    for layer, q in zip(layers, observed(tiny_folder, 0)[1]):
+        half = q.shape[-1] // 2
+        length = np.abs(q[..., :half] + 1j * q[..., half:]).mean(axis=0)
+        np.testing.assert_allclose(layer["mean"], q.mean(axis=0), atol=1e-4)
+        np.testing.assert_allclose(layer["length"], np.tile(length, (1, 2)), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qfilter", STORED, "tri_attention"])
 def test_the_embedded_model_ships_them(name):
     policy = kvjax.policy(f"{name} + uniform(0.25)")
     layers = kvjax.weights_for(policy, kvjax.load())["eviction"]
