@@ -1,4 +1,4 @@
-"""The site's sources are complete: every public name and method has a page, and every link leads somewhere."""
+"""The site's sources are complete: public names and methods have pages, and every link leads somewhere."""
 
 from __future__ import annotations
 

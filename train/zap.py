@@ -121,7 +121,11 @@ def objective(
         return out, (loss, 1 - jnp.mean((own - target) ** 2) / spread)
 
     _, (losses, explained) = distill.forward(
-        model, frozen, distill.stack_layers(params["layers"]), fed, attend
+        model,
+        frozen,
+        distill.stack_layers(params["layers"]),
+        fed,
+        attend,  # type: ignore[arg-type]  # two numbers a layer
     )
     return jnp.mean(losses), {"explained": jnp.mean(explained)}
 
@@ -179,7 +183,7 @@ def make_check(loss: Any, data: gate_rows.GateData) -> Any:
     measure = jax.jit(lambda run, params, rows: run(params, rows))
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
-        metrics = {}
+        metrics: dict[str, float] = {}
         for length, rows in data.check.items():
             value, more = measure(loss, params, {"tokens": rows})
             metrics |= {f"check_loss_{length}": float(value)}
