@@ -24,7 +24,7 @@ with the tensors of one layer each; the authors' losses beside it are not read. 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ def convert(file: Path, model: str, out: Path, weight: str | None = None) -> tup
     from kvjax.loading import load
 
     part: Part
+    layers_of: Callable[[Any, Network, str], list[Params]]
     if file.suffix == ".safetensors":
         part, tensors, layers_of, preset = KVzap(), _read_safetensors(file), kvzap_layers, "kvzap"
     else:
