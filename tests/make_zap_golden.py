@@ -7,8 +7,8 @@ model is tests/golden/llama3.
   fast-kvzip.pt                                     as FastKVzip's optim.py saves it
   answers.npz   tokens [T + F]; for each kind of KVzap: scores_KIND [L, K, T + F], kept_KIND_RATIO
                 [L, K, T] of KVzapPress, dropped_KIND [L, K, T + F] of DMSPress while F tokens are decoded;
-                fast_scores [L, K, T], 1 where protected; fast_RATIO [L, K, T], kept by
-                FastKVzipPress(layerwise=True)
+                fast_scores [L, K, T], 1 where protected;
+                fast_RATIO [L, K, T], kept by FastKVzipPress(layerwise=True)
 """
 
 import shutil

@@ -107,7 +107,7 @@ def objective(
     rows, length = tokens.shape
     fed = jnp.concatenate([tokens, jnp.broadcast_to(jnp.asarray(ask), (rows, len(ask))), tokens], axis=1)
 
-    def attend(leaves: Params, x: Heads) -> tuple[Array, tuple[Array, Array]]:
+    def attend(leaves: Params, x: Heads) -> tuple[Array, Any]:
         b, t, k, _ = x.k.shape
         out = distill.gated_attention(model, x, jnp.zeros((b, k, t)))
         score, hidden = kvzip_scores(x, length, output=method == "kvzap"), x.hidden[:, :length]
