@@ -29,7 +29,7 @@ from kvjax.algebra import (
     Switch,
     Whole,
 )
-from kvjax.budgets.amount import Size, Time
+from kvjax.budgets.amount import OfPrompt, Size, Time
 from kvjax.budgets.gvote import Whose
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache import pool
@@ -39,6 +39,7 @@ from kvjax.policies.critical import Critical
 from kvjax.policies.knorm import KNorm
 from kvjax.policies.kvzip import Instruction
 from kvjax.policies.topk import FINEST, Retrieved
+from kvjax.storage.kivi import Bits
 
 PARTS = sorted(catalogue.parts().values(), key=lambda kind: kind.name)
 FIELDS = [(kind, field.name) for kind in PARTS for field in dataclasses.fields(kind)]
@@ -81,6 +82,8 @@ def bounds(argument: Argument) -> tuple[list[Any], list[Any]]:
         Time: ([Every(1), Every(MOST)], ["every", every_more]),
         Retrieved: ([1, MOST, 1 / FINEST, 1.0], [0, MOST + 1, 0.5 / FINEST, 1.0000001]),
         Whose: (["last", "expected"], ["first", 1]),
+        OfPrompt: (["cut"], ["kept", 1]),
+        Bits: ([2, 4], [1, 3, 8, 2.0, True]),
         Instruction: (["a", "a" * 200, (0,), (7,) * 200], ["", "a" * 201, (), (-1,), (True,), [5], 5]),
         Held: ([KNorm()], [KeepRecent(), 1]),
         Ranking: ([KNorm()], [KeepRecent(), Critical(of=KNorm()), 1]),
@@ -122,11 +125,17 @@ def test_no_argument_takes_a_deep_or_huge_text(kind, name):
 
 
 POSITIONS = {
+    ("cap", "ahead"),
+    ("compactor", "chunk"),
+    ("cur", "window"),
     ("expected_attention", "ahead"),
+    ("expected_attention", "newest"),
     ("gvote", "ahead"),
     ("gvote", "queries"),
     ("kvzip", "size"),
     ("lagkv", "lag"),
+    ("r_kv", "kernel"),
+    ("r_kv", "window"),
     ("scissorhands", "window"),
     ("snapkv", "kernel"),
     ("snapkv", "window"),

@@ -392,8 +392,9 @@ def test_other_policies_weights_and_states_are_refused(content, tmp_path):
 def whole(path: Path) -> tuple[dict[str, np.ndarray], dict]:
     """The arrays and the head of a state, in a file or in parts."""
     files = _read._files("open", path)
-    parts, _ = _read._parts(files, kvjax.policy(files[0].head["policy"]), tiny.model())
-    return _read._arrays(parts, None), {n: x for n, x in files[0].head.items() if n != "part"}
+    policy = kvjax.policy(files[0].head["policy"])
+    parts, _ = _read._parts(files, policy, tiny.model())
+    return _read._arrays(parts, policy, None), {n: x for n, x in files[0].head.items() if n != "part"}
 
 
 def parted(state: kvjax.KVState, file, folder, sizes: str) -> None:

@@ -42,6 +42,8 @@ NEIGHBOURS = {
     "scissorhands(8) + uniform(0.5)": "scissorhands(8) + uniform(0.52)",
     "expected_attention(16) + uniform(0.5)": "expected_attention(16, sinks=2, floor=0.01) + uniform(0.52)",
     "snapkv(8) + uniform(0.5)": "snapkv(8) + uniform(0.48)",
+    "r_kv(window=4, kernel=3) + uniform(24, every(4))": "r_kv(0.2, window=4, kernel=3, similar=0.4)"
+    " + uniform(23, every(4))",
     "snapkv(8) + ada(0.5)": "snapkv(8) + ada(0.49, floor=0.25)",
     "snapkv(8) + pyramid(0.5)": "snapkv(8) + pyramid(0.495, slope=1.98)",
     "gvote(0.6, samples=2, ahead=8)": "gvote(0.61, samples=2, ahead=8, seed=5)",
@@ -60,6 +62,9 @@ NEIGHBOURS = {
     "magicpig(3, 12, sinks=2, tail=6)": "magicpig(3, 12, sinks=2, tail=6) + sinks(2)",
     "topk(5, sinks=2, tail=6) + phi(4)": "topk(5, sinks=2, tail=6) + sinks(2) + phi(4)",
     "int8(16)": "int8(16) + sinks(1)",
+    "int4(16, hadamard=True)": "int4(16, hadamard=True) + sinks(1)",
+    "fp8(16)": "fp8(16) + sinks(1)",
+    "kivi(2, recent=16, group=4)": "kivi(2, recent=16, group=4) + sinks(1)",
 }
 
 PROMPT, NEW = 60, 4

@@ -131,7 +131,11 @@ def write_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
 
 def stated_blocks(config: dict[str, Any], file: str) -> Blocks | None:
     """How FP8 tensors are scaled; None where the checkpoint is not quantised."""
-    return read_quantisation(_text_part(config), file)
+    config = _text_part(config)
+    about = config.get("quantization_config")
+    if config.get("model_type") == "gpt_oss" and is_mxfp4(about):  # its experts are dequantised on their way
+        return None
+    return read_quantisation(config, file)
 
 
 def eos_value(eos: tuple[int, ...]) -> int | list[int] | None:

@@ -83,8 +83,8 @@ class Kivi(Storage):
             )
         groups, parts = size // self.group, head_dim // self.channels(head_dim)
         return Grouped(
-            k=jax.ShapeDtypeStruct((groups, 2, head_dim), jnp.float16),  # type: ignore[arg-type]
-            v=jax.ShapeDtypeStruct((size, 2, parts), jnp.float16),  # type: ignore[arg-type]
+            k=jax.ShapeDtypeStruct((groups, 2, head_dim), jnp.float16),
+            v=jax.ShapeDtypeStruct((size, 2, parts), jnp.float16),
         )
 
     def slot_bytes(self, head_dim: int, model: jnp.dtype) -> float:

@@ -42,8 +42,8 @@ class Grouped(NamedTuple):
       v: of each slot, for J groups of channels.
     """
 
-    k: Float[Array, "P g 2 H"]
-    v: Float[Array, "P S 2 J"]
+    k: Any  # [P, g, 2, H]
+    v: Any  # [P, S, 2, J]
 
 
 def packed(codes: Int[Array, "... H"], bits: int) -> Int[Array, "... X"]:

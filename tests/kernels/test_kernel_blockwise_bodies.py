@@ -58,6 +58,21 @@ def sighted(shape, admitted, seed=0):
     return arrays, {**where, "window": None if admitted is None else 7, "softcap": 2.0}
 
 
+@pytest.mark.parametrize("impl", ["ref", "xla", *BODIES])
+def test_positions_up_to_a_million_count_like_small_ones(impl):
+    """Only differences of positions count: a million tokens into a text a read gives the same bits."""
+    arrays, options = sighted(BlockwiseSizes(B=1, N=2, K=1, T=6, S=40, H=32), 0.05)
+    last = max(int(options["q_pos"].max()), int(options["k_pos"].max()))
+    later = {
+        name: jnp.where(options[name] < 0, options[name], options[name] + 2**20 - 1 - last)
+        for name in ("q_pos", "k_pos")
+    }
+    near, far = (blockwise(*arrays, **options | moved, impl=impl) for moved in ({}, later))
+    assert max(int(x.max()) for x in later.values()) == 2**20 - 1
+    for one, other in zip(near, far):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("impl", "shape"), [(impl, SMALL) for impl in ("ref", "xla", *BODIES)] + [("xla", BLOCKWISE_BLOCKS)]
 )

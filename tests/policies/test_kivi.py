@@ -186,9 +186,9 @@ def test_a_byte_budget_counts_grids_too():
     ("spec", "most"), [("kivi(2)", 0.26), ("kivi(2, recent=32, group=64)", 0.20), ("kivi(4)", 0.40)]
 )
 def test_allocated_bytes_at_2048_tokens(spec, most):
-    """Of ring, pages, grids, positions and tables, over keys and values in bfloat16."""
+    """Of ring, pages, grids, positions and tables; heads of 128 channels, as in the paper."""
     spec_ = dataclasses.replace(
-        tiny.model().network.spec, num_layers=1, windows=(None,), head_dim=64, max_positions=4096
+        tiny.model().network.spec, num_layers=1, windows=(None,), head_dim=128, max_positions=4096
     )
     params = jax.tree.map(
         lambda shape: jnp.full(shape, 0.01, jnp.bfloat16),
@@ -196,9 +196,11 @@ def test_allocated_bytes_at_2048_tokens(spec, most):
         is_leaf=lambda x: isinstance(x, tuple),
     )
     model = tiny.Tiny(decoder.Decoder(spec_), params)
-    state, _ = kvjax.prefill(model, kvjax.policy(spec), [tiny.prompt(2048)], context=2048)
+    prompt = [at % 61 for at in range(2048)]
+    state, _ = kvjax.prefill(model, kvjax.policy(spec), [prompt], context=2048)
+    assert int(state.length[0]) == 2048
     allocated = kvjax.nbytes(state).allocated.sum()
-    share = allocated / (2 * 2 * 64 * 2 * 2048)  # K and V, KV heads, channels, bytes
+    share = allocated / (2 * 2 * 128 * 2 * 2048)  # K and V, KV heads, channels, bytes
     print(f"{spec}: {share:.3f} of bfloat16")
     assert share <= most
 

@@ -263,7 +263,7 @@ def same(policy: Policy, right: tuple[list, np.ndarray], weights: dict | None = 
     np.testing.assert_allclose(out, right[1], atol=1e-5)
 
 
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_held_is_ranked_as_a_prompt_with_gaps(name: str, every: int) -> None:
     eviction, score = CASES[name]
