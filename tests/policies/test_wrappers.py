@@ -265,7 +265,10 @@ def test_another_eviction_ranks_the_answer():
     assert policy.structure == f"{held} + then(scissorhands(window=9, recent=4)) + uniform(when=every(8))"
     parts = catalogue.describe(policy)["parts"]
     assert parts[3] == {"place": "eviction", "name": "then", "args": {"answer": "scissorhands(9, recent=4)"}}
-    assert (policy.protects, policy.whole_prompt, policy.ranks_held) == (8, True, True)
+    assert (policy.protects, policy.ranks_held) == (8, True)
+    on_arrival = kvjax.policy("snapkv(8) + then(knorm) + uniform(64, every(8))")
+    assert on_arrival.whole_prompt, "else the answer's eviction would cut the prompt in chunks"
+    assert (on_arrival.keeps, on_arrival.queries) == (("eviction.norm",), {})
 
 
 def test_numbers_of_both_evictions_are_leaves():
