@@ -1,4 +1,4 @@
-"""The site's sources are complete: public names and methods have pages, and every link leads somewhere."""
+"""The site's sources are complete: every public name and method has a page, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_section_ends_at_the_next_heading_and_its_links_move():
     assert policies.startswith("## Policies\n")
     assert "(../kvjax/DESIGN.md)" in policies
     assert "\n## A method in one file" not in policies
-    with pytest.raises(ValueError, match="0 such headings"):
+    with pytest.raises(ValueError, match="has 0 headings"):
         text.section("README.md", "Policy", "x.md")
 
 

@@ -102,7 +102,7 @@ def _facts(kind: type[Part]) -> str:
             code(traced) or "none of its options",
         ],
     ]
-    return markdown(["", ""], rows)
+    return markdown(["the part", "declares"], rows)
 
 
 def _options(kind: type[Part], about: str) -> str:

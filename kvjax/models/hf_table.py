@@ -221,7 +221,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Alternating(Entry):
-    """Matrices of experts with their outputs last, of n of ours by turns: ``ours[0][0], ours[1][0]`` ...
+    """Matrices of experts with outputs last, those of n of ours by turns: ``ours[0][0], ours[1][0]``, ...
 
     Ours are [E, Y, X], the file's tensor [E, X, n Y]; of biases [E, Y] and [E, n Y].
     """
