@@ -88,15 +88,20 @@ def _shares_its_name(kind: type[Part]) -> bool:
 
 
 def _facts(kind: type[Part]) -> str:
-    def code(names: Sequence[str]) -> str:
+    def code(names: Sequence[str] | property) -> str:
+        if isinstance(names, property):
+            return "depends on its arguments"
         return ", ".join(f"`{name}`" for name in names)
 
     traced = [name for name in kind.traced if name != "of"]
-    reads = sorted(kind.needs) if isinstance(kind.needs, frozenset) else []
+    needs = sorted(kind.needs) if isinstance(kind.needs, frozenset) else kind.needs
+    learned = f"`{kind.learns}`; trained by `{kind.trained_by}`" if kind.learns else "none"
+    if isinstance(kind.learns, property):
+        learned = "depends on its arguments"
     rows = [
-        ["reads of a token", code(reads) or "nothing"],
+        ["reads of a token", code(needs) or "nothing"],
         ["stores with every token", code(kind.keeps) or "nothing"],
-        ["learned weights", f"`{kind.learns}`; trained by `{kind.trained_by}`" if kind.learns else "none"],
+        ["learned weights", learned],
         [
             "change without a compilation",
             code(traced) or "none of its options",

@@ -113,11 +113,13 @@ def nav(texts: dict[str, str]) -> list[dict[str, Any]]:
     tops |= {"results": "Results", "pallas_kernels": "Kernels", "kvjax": "Project", "configs": "Project"}
     for page in sorted(set(texts) - {page for part in menu.values() for page in part}):
         menu[tops.get(page.partition("/")[0], "Project")].append(page)
-    return [{title: [{_title(texts[page]): page} for page in part]} for title, part in menu.items()]
+    return [{title: [{_title(page, texts[page]): page} for page in part]} for title, part in menu.items()]
 
 
-def _title(text: str) -> str:
-    return next(line for line in prose(text).splitlines() if line.startswith("# "))[2:].replace("`", "")
+def _title(page: str, text: str) -> str:
+    """Its first heading; a table without one goes by its place."""
+    heading = next((line for line in prose(text).splitlines() if line.startswith("# ")), f"# {page}")
+    return heading[2:].replace("`", "")
 
 
 def _concepts(page: str) -> str:

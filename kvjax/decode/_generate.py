@@ -78,8 +78,9 @@ def generate(
       policy: what the KV cache keeps, also in the one-string form.
       prompts: as in ``prefill``.
       max_new_tokens: most new tokens a row.
-      temperature, top_k, top_p, min_p, frequency_penalty, presence_penalty, repetition_penalty, logit_bias,
-        min_tokens, seed: see ``kvjax.sampling``.
+      temperature, top_k, top_p, min_p, seed: see ``kvjax.sampling``.
+      frequency_penalty, presence_penalty, repetition_penalty: the same.
+      logit_bias, min_tokens: the same.
       stops: token ids that end a row; None for the model's own (``spec.eos``), () for none.
       chunk_size, page: as in ``prefill``.
       weights: the policy's learned weights; by default those that the model ships.
