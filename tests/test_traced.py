@@ -45,6 +45,9 @@ NEIGHBOURS = {
     "scissorhands(8) + uniform(0.5)": "scissorhands(8) + uniform(0.52)",
     "expected_attention(16) + uniform(0.5)": "expected_attention(16, sinks=2, floor=0.01) + uniform(0.52)",
     "snapkv(8) + uniform(0.5)": "snapkv(8) + uniform(0.48)",
+    "snapkv(8) + then(random) + uniform(24, every(4))": "snapkv(8) + then(random(7)) + uniform(23, every(4))",
+    "tri_attention + uniform(24, every(4))": "tri_attention + uniform(23, every(4))",
+    "kvzap_scores + ada(0.5)": "kvzap_scores + ada(0.49, floor=0.25)",
     "r_kv(window=4, kernel=3) + uniform(24, every(4))": "r_kv(0.2, window=4, kernel=3, similar=0.4)"
     " + uniform(23, every(4))",
     "snapkv(8) + ada(0.5)": "snapkv(8) + ada(0.49, floor=0.25)",
