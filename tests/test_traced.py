@@ -37,7 +37,7 @@ NEIGHBOURS = {
     "cap(ahead=16) + uniform(0.5)": "cap(3.0, ahead=16, sinks=2) + uniform(0.52)",
     "qfilter + uniform(23, every_step)": "qfilter + uniform(22, every_step)",
     "trim_kv + uniform(23, every_step)": "trim_kv + uniform(22, every_step)",
-    "kvzap(-5, window=16)": "kvzap(-5.02, window=16)",
+    "kvzap(-5, window=16)": "kvzap(-5.001, window=16)",
     "fast_kvzip + uniform(0.5)": "fast_kvzip(3) + uniform(0.52)",
     "fast_kvzip_gate(0.5, window=16)": "fast_kvzip_gate(0.498, window=16)",
     "h2o + uniform(0.5)": "h2o + uniform(0.52)",
@@ -48,8 +48,8 @@ NEIGHBOURS = {
     "snapkv(8) + then(random) + uniform(24, every(4))": "snapkv(8) + then(random(7)) + uniform(23, every(4))",
     "tri_attention + uniform(24, every(4))": "tri_attention + uniform(23, every(4))",
     "kvzap_scores + ada(0.5)": "kvzap_scores + ada(0.49, floor=0.25)",
-    "r_kv(window=4, kernel=3) + uniform(24, every(4))": "r_kv(0.2, window=4, kernel=3, similar=0.4)"
-    " + uniform(23, every(4))",
+    "r_kv(window=4, kernel=3) + uniform(22, every(4))": "r_kv(0.2, window=4, kernel=3, similar=0.4)"
+    " + uniform(21, every(4))",
     "snapkv(8) + ada(0.5)": "snapkv(8) + ada(0.49, floor=0.25)",
     "snapkv(8) + pyramid(0.5)": "snapkv(8) + pyramid(0.495, slope=1.98)",
     "gvote(0.6, samples=2, ahead=8)": "gvote(0.61, samples=2, ahead=8, seed=5)",
