@@ -22,14 +22,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kvjax.errors import UserError
 from kvjax.models.spec import ModelSpec
 from kvjax.policies.duo import Duo
 from kvjax.types import Heads, Network, Params
 from kvjax.weights import save_weights
 from train import distill, gate_rows, gates, loop, mesh
 from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
-from train.settings import FileDtype, add_options
+from train.settings import FileDtype, command_line
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -150,21 +149,8 @@ def export(settings: Settings, file: Path, dtype: FileDtype = "float32") -> None
 def main(words: list[str] | None = None) -> int:
     """The command line; its exit code: 0, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m train.duo", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--strength", default="default", help="which of the config's lambdas")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's pattern")
-    add_options(parser)
-    args = parser.parse_args(words)
-    try:
-        settings = read(args.config, args.strength, args.model)
-        if args.export is not None:
-            export(settings, args.export, args.export_dtype)
-        else:
-            run(settings)
-    except UserError as reason:
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
-    return 0
+    return command_line(parser, words, lambda args: read(args.config, args.strength, args.model), run, export)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jax
 
 from kvjax.cli import option, whole
+from kvjax.errors import UserError
 from kvjax.models.spec import ModelSpec
 from train import loop
 from train.config import REQUIRED, ConfigError, count
@@ -41,6 +44,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export-dtype", choices=("float32", "float16"), default="float32", help="of the exported numbers"
     )
+
+
+def command_line(
+    parser: argparse.ArgumentParser,
+    words: list[str] | None,
+    read: Callable[[argparse.Namespace], Any],
+    run: Callable[[Any], object],
+    export: Callable[[Any, Path, Any], None],
+) -> int:
+    """A trainer's command line: it trains, or with ``--export FILE`` writes what was trained.
+
+    Args:
+      parser: with the trainer's own options.
+      words: of the command line; None for the process' own.
+      read: settings by the options; ``run`` and ``export`` take them.
+      run, export: of the trainer.
+
+    Returns:
+      The exit code: 0, 2 for bad input.
+    """
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's weights")
+    add_options(parser)
+    args = parser.parse_args(words)
+    try:
+        settings = read(args)
+        if args.export is not None:
+            export(settings, args.export, args.export_dtype)
+        else:
+            run(settings)
+    except UserError as reason:
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

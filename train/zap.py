@@ -24,7 +24,6 @@ import numpy as np
 
 from kvjax.algebra import Part, Replay
 from kvjax.cli import option
-from kvjax.errors import UserError
 from kvjax.policies import fast_kvzip, kvzap
 from kvjax.policies.kvzip import KVzip
 from kvjax.types import Heads, Params
@@ -32,7 +31,7 @@ from kvjax.weights import save_weights
 from train import distill, gate_rows, gates, loop
 from train import gate_settings as base
 from train.config import REQUIRED, read_config, require, section
-from train.settings import FileDtype, add_options
+from train.settings import FileDtype, command_line
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -216,20 +215,7 @@ def export(settings: Settings, file: Path, dtype: FileDtype = "float32") -> None
 def main(words: list[str] | None = None) -> int:
     """The command line; its exit code: 0, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m train.zap", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's weights")
-    add_options(parser)
-    args = parser.parse_args(words)
-    try:
-        settings = read(args.config, args.model)
-        if args.export is not None:
-            export(settings, args.export, args.export_dtype)
-        else:
-            run(settings)
-    except UserError as reason:
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
-    return 0
+    return command_line(parser, words, lambda args: read(args.config, args.model), run, export)
 
 
 if __name__ == "__main__":

@@ -325,12 +325,15 @@ def warn_of_votes(policy: Policy, lengths: Sequence[int], kept: Sequence[Int[np.
 
 
 def warn_of_nothing_admitted(policy: Policy, state: KVState, lengths: Sequence[int]) -> None:
-    """Warns of prompts of which a learned threshold admits no token; not on a mesh, whose pages lie apart."""
+    """Warns of prompts of which a learned threshold admits no token. Asked on one device alone.
+
+    Lengths are added up here: a sum on the device would be one program more for each size of pools.
+    """
     dial, budget = policy.admission.dial, policy.budget
     pages = [room.pages for room in state.layers if room.pages is not None]
     if not dial or budget.limited or not pages or state.mesh.grid is not None:
         return
-    most = np.stack(jax.device_get([held.length.sum(axis=2) for held in pages])).max(axis=(0, 2))
+    most = np.stack(jax.device_get([held.length for held in pages])).sum(axis=3).max(axis=(0, 2))
     window = policy.window(state.context)
     for row, length in enumerate(lengths):
         outside = length - window
