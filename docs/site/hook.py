@@ -10,7 +10,8 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+CHECKOUT = str(Path(__file__).parents[2])
+sys.path.insert(0, CHECKOUT)
 
 from docs.site import methods, pages  # noqa: E402
 from docs.site.text import ROOT, malformed  # noqa: E402
@@ -22,6 +23,8 @@ TEXTS: dict[str, str] = {}
 
 def on_config(config: Any) -> Any:
     """Makes the pages, so that the menu has all of them."""
+    if CHECKOUT not in sys.path:  # MkDocs takes the path back once it has read this file, and `train` is in no wheel
+        sys.path.insert(0, CHECKOUT)
     TEXTS.clear()
     TEXTS.update(pages.pages(methods.measured()))
     config.nav = pages.nav(TEXTS)
