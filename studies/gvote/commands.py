@@ -9,6 +9,7 @@ shares  the p that keeps 20, 30 and 40 % of the tokens, mean over all tasks name
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -99,14 +100,10 @@ def _cost(model: LanguageModel, prompts: Sequence[list[int]], say: Callable[[str
     length = len(prompts[0])
     model = processor.wide(model, length)
     ids = [np.resize(np.asarray(prompts[0]), length).tolist()]
+    specs = ["gvote", "gvote(samples=256)", "gvote(samples=inf)", "gvote-expected", "snapkv + ada(0.25)"]
     times = processor.beside(
         lambda: decode.read_full(model, ids, context=length).inputs[-1],
-        {
-            "gvote": lambda: decode.prefill(model, "gvote", ids, context=length)[1],
-            "gvote(samples=256)": lambda: decode.prefill(model, "gvote(samples=256)", ids, context=length)[1],
-            "gvote(samples=inf)": lambda: decode.prefill(model, "gvote(samples=inf)", ids, context=length)[1],
-            "snapkv": lambda: decode.prefill(model, "snapkv + ada(0.25)", ids, context=length)[1],
-        },
+        {spec: functools.partial(decode.prefill, model, spec, ids, context=length) for spec in specs},
     )
     over = times.pop("over")
     seconds = {"reading": times.pop("first"), **times}
