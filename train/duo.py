@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import shutil
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from kvjax import cli
 from kvjax.models.spec import ModelSpec
 from kvjax.policies.duo import Duo
 from kvjax.types import Heads, Network, Params
@@ -146,7 +147,7 @@ def export(settings: Settings, file: Path, dtype: FileDtype = "float32") -> None
     print(f"{file} holds the pattern of step {step}")
 
 
-def main(words: list[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """The command line; its exit code: 0, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m train.duo", description=__doc__.splitlines()[0])
     parser.add_argument("--strength", default="default", help="which of the config's lambdas")
@@ -154,4 +155,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.start(main)

@@ -15,8 +15,7 @@ import argparse
 import functools
 import importlib.util
 import shutil
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.errors import UserError
+from kvjax import cli
 from kvjax.models.decoder import Decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.policies.wg_kv import WriteGate, gate_logits, initial
@@ -33,7 +32,7 @@ from kvjax.types import Network, Params
 from kvjax.weights import save_weights
 from train import aot, distill, gate_rows, kept_states, loop, mesh, needles
 from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
-from train.settings import FileDtype, add_options
+from train.settings import FileDtype, add_training_options
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -276,28 +275,26 @@ def compile_for(settings: Settings, topology: str) -> int:
     return aot.report(title, memory)
 
 
-def main(words: list[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """The command line; its exit code: 0, 2 for bad input."""
+    return cli.run(_command, words)
+
+
+def _command(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m train.gates", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--strength", default="default", help="which of the config's lambdas")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's gates")
     parser.add_argument("--compile", metavar="TOPOLOGY", help="compile the step for chips that are not here")
-    add_options(parser)
+    add_training_options(parser)
     args = parser.parse_args(words)
-    try:
-        settings = read(args.config, args.strength, args.model)
-        if args.compile is not None:
-            return compile_for(settings, args.compile)
-        if args.export is not None:
-            export(settings, args.export, args.export_dtype)
-        else:
-            run(settings)
-    except UserError as reason:
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
+    settings = read(args.config, args.strength, args.model)
+    if args.compile is not None:
+        return compile_for(settings, args.compile)
+    if args.export is not None:
+        export(settings, args.export, args.export_dtype)
+    else:
+        run(settings)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.start(main)

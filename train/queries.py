@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from kvjax.errors import UserError
+from kvjax import cli
 from kvjax.policies.expected_attention import ExpectedAttention
 from kvjax.policies.qfilter import QFilter
 from kvjax.policies.tri_attention import TriAttention, pair_lengths, pairs
@@ -164,8 +164,12 @@ def run(settings: ranker.Settings, name: str, file: Path, dtype: Any) -> None:
     print(f"{file} holds the weights of {name}, from {moments.count:,} tokens")
 
 
-def main(words: list[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """The command line; its exit code: 0, 2 for bad input."""
+    return cli.run(_command, words)
+
+
+def _command(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m train.queries", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--config", type=Path, required=True, help="of traces, as configs/ranker/embedded.yaml"
@@ -174,13 +178,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--export", type=Path, metavar="FILE", required=True, help="written, or replaced")
     add_options(parser)
     args = parser.parse_args(words)
-    try:
-        run(ranker.read(args.config, args.model), args.part, args.export, args.export_dtype)
-    except UserError as reason:
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
-    return 0
+    run(ranker.read(args.config, args.model), args.part, args.export, args.export_dtype)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.start(main)

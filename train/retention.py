@@ -15,13 +15,14 @@ import argparse
 import dataclasses
 import functools
 import shutil
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from kvjax import cli
 from kvjax.cli import option
 from kvjax.policies import trim_kv
 from kvjax.types import Heads, Params
@@ -182,11 +183,11 @@ def export(settings: Settings, file: Path, dtype: FileDtype = "float32") -> None
     print(f"{file} holds the gates of step {step}")
 
 
-def main(words: list[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """The command line; its exit code: 0, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m train.retention", description=__doc__.splitlines()[0])
     return command_line(parser, words, lambda args: read(args.config, args.model), run, export)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.start(main)

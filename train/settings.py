@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jax
 
+from kvjax import cli
 from kvjax.cli import option, whole
-from kvjax.errors import UserError
 from kvjax.models.spec import ModelSpec
 from train import loop
 from train.config import REQUIRED, ConfigError, count
@@ -39,16 +38,23 @@ FileDtype = Literal["float32", "float16"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of every trainer beside its own."""
+    """The options of what reads a model and writes weights."""
     parser.add_argument("--model", metavar="DIR|FILE|HUB_ID", help="instead of the config's model.source")
     parser.add_argument(
         "--export-dtype", choices=("float32", "float16"), default="float32", help="of the exported numbers"
     )
 
 
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every trainer beside its own."""
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's weights")
+    add_options(parser)
+
+
 def command_line(
     parser: argparse.ArgumentParser,
-    words: list[str] | None,
+    words: Sequence[str] | None,
     read: Callable[[argparse.Namespace], Any],
     run: Callable[[Any], object],
     export: Callable[[Any, Path, Any], None],
@@ -64,20 +70,17 @@ def command_line(
     Returns:
       The exit code: 0, 2 for bad input.
     """
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's weights")
-    add_options(parser)
-    args = parser.parse_args(words)
-    try:
+
+    def command(words: Sequence[str]) -> None:
+        add_training_options(parser)
+        args = parser.parse_args(words)
         settings = read(args)
         if args.export is not None:
             export(settings, args.export, args.export_dtype)
         else:
             run(settings)
-    except UserError as reason:
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
-    return 0
+
+    return cli.run(command, words)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

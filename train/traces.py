@@ -13,6 +13,7 @@ import argparse
 import functools
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from kvjax.errors import UserError
+from kvjax import cli
 from kvjax.models.quantised import refuse
 from kvjax.types import Heads, Network, Params
 from kvjax.weights import fingerprint
@@ -177,21 +178,20 @@ def run(settings: ranker.Settings, folder: Path) -> None:
             bar.update(size[shard])
 
 
-def main(words: list[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """The command line; its exit code: 0, 2 for bad input."""
+    return cli.run(_command, words)
+
+
+def _command(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m train.traces", description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--model", help="folder or hub id, instead of the config's")
     parser.add_argument("--out", type=Path, metavar="DIR", help="instead of the config's traces.folder")
     args = parser.parse_args(words)
-    try:
-        settings = ranker.read(args.config, args.model)
-        run(settings, args.out or settings.recording.folder)
-    except UserError as reason:
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
-    return 0
+    settings = ranker.read(args.config, args.model)
+    run(settings, args.out or settings.recording.folder)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.start(main)

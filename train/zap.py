@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import functools
 import shutil
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import cli
 from kvjax.algebra import Part, Replay
 from kvjax.cli import option
 from kvjax.policies import fast_kvzip, kvzap
@@ -212,11 +213,11 @@ def export(settings: Settings, file: Path, dtype: FileDtype = "float32") -> None
     print(f"{file} holds the weights of step {step}")
 
 
-def main(words: list[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """The command line; its exit code: 0, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m train.zap", description=__doc__.splitlines()[0])
     return command_line(parser, words, lambda args: read(args.config, args.model), run, export)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.start(main)

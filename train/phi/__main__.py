@@ -18,14 +18,14 @@ import functools
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from kvjax.errors import UserError
+from kvjax import cli
 from kvjax.policies import phi
 from kvjax.types import Params
 from kvjax.weights import load_weights, save_weights
@@ -38,7 +38,7 @@ from train.phi.maps import folded, initial
 from train.phi.objective import Task, objective, quality
 from train.phi.settings import Settings, read
 from train.ranker.optimizer import optimizer
-from train.settings import FileDtype, add_options
+from train.settings import FileDtype, add_training_options
 from train.trace_file import Manifest, Traces
 
 if TYPE_CHECKING:
@@ -194,36 +194,33 @@ def silence_file(settings: Settings, file: Path) -> None:
     print(f"{file} holds the maps with {len(record['silent'])} silent heads")
 
 
-def main(words: list[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """The command line; its exit code: 0, 2 for bad input."""
+    return cli.run(_command, words)
+
+
+def _command(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m train.phi", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--prompt", type=int, metavar="N", help="which of the config's prompt lengths")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="instead of the config's traces.folder")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's maps")
     parser.add_argument(
         "--silence", type=Path, metavar="FILE", help="no φ in heads of FILE that it does not help"
     )
     parser.add_argument("--compile", metavar="TOPOLOGY", help="compile the step for chips that are not here")
-    add_options(parser)
+    add_training_options(parser)
     args = parser.parse_args(words)
-    try:
-        settings = read(args.config, args.prompt, args.model)
-        if args.compile is not None:
-            return compile_for(settings, args.compile)
-        if args.silence is not None:
-            silence_file(settings, args.silence)
-            return 0
-        folder = args.traces or settings.base.recording.folder
-        if args.export is not None:
-            export(settings, folder, args.export, args.export_dtype)
-        else:
-            run(settings, folder)
-    except UserError as reason:
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
+    settings = read(args.config, args.prompt, args.model)
+    folder = args.traces or settings.base.recording.folder
+    if args.compile is not None:
+        return compile_for(settings, args.compile)
+    if args.silence is not None:
+        silence_file(settings, args.silence)
+    elif args.export is not None:
+        export(settings, folder, args.export, args.export_dtype)
+    else:
+        run(settings, folder)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.start(main)

@@ -17,14 +17,14 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from kvjax.errors import UserError
+from kvjax import cli
 from kvjax.policies import kvp
 from kvjax.types import Params
 from kvjax.weights import save_weights
@@ -35,7 +35,7 @@ from train.ranker.aot import compile_for
 from train.ranker.objective import Statistics, Task, areas, folded, initial_agents, objective
 from train.ranker.optimizer import gradient_statistics, optimizer
 from train.ranker.settings import Settings, read
-from train.settings import FileDtype, add_options
+from train.settings import FileDtype, add_training_options
 from train.trace_file import Manifest, Traces
 
 if TYPE_CHECKING:
@@ -192,30 +192,28 @@ def draw_validation(log: Path, path: Path) -> None:
     plt.close(fig)
 
 
-def main(words: list[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """The command line; its exit code: 0, 2 for bad input."""
+    return cli.run(_command, words)
+
+
+def _command(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m train.ranker", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--variant", metavar="NAME", help="of the config's variants")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="instead of the config's traces.folder")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's rankers")
     parser.add_argument("--compile", metavar="TOPOLOGY", help="compile the step for chips that are not here")
-    add_options(parser)
+    add_training_options(parser)
     args = parser.parse_args(words)
-    try:
-        settings = read(args.config, args.model, args.variant)
-        if args.compile is not None:
-            return compile_for(settings, args.compile)
-        folder = args.traces or settings.recording.folder
-        if args.export is not None:
-            export(settings, folder, args.export, args.export_dtype)
-        else:
-            run(settings, folder)
-    except UserError as reason:
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
+    settings = read(args.config, args.model, args.variant)
+    if args.compile is not None:
+        return compile_for(settings, args.compile)
+    folder = args.traces or settings.recording.folder
+    if args.export is not None:
+        export(settings, folder, args.export, args.export_dtype)
+    else:
+        run(settings, folder)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.start(main)

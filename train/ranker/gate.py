@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from kvjax.errors import UserError
+from kvjax import cli
 from kvjax.policies import kvp
 from kvjax.types import Params
 from kvjax.weights import load_weights, save_weights
@@ -184,8 +183,12 @@ def run(settings: Settings, file: Path, out: Path, by: str) -> None:
     print(f"{out} leaves to chance: {off}")
 
 
-def main(words: list[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """The command line; its exit code: 0, 2 for bad input."""
+    return cli.run(_command, words)
+
+
+def _command(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m train.ranker.gate", description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True, help="of the rankers")
     parser.add_argument("--variant", metavar="NAME", help="of the config's variants")
@@ -193,13 +196,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where the gated ones go (default: in place)")
     parser.add_argument("--by", choices=list(CRITERIA), default="entropy", help="default: entropy")
     args = parser.parse_args(words)
-    try:
-        run(read(args.config, variant=args.variant), args.file, args.out or args.file, args.by)
-    except UserError as reason:
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
-    return 0
+    run(read(args.config, variant=args.variant), args.file, args.out or args.file, args.by)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.start(main)
