@@ -25,7 +25,7 @@ from kvjax.catalogue import describe, family, opened
         ("snapkv(32) + ada(…, floor=0.5)", ["snapkv + ada(64, floor=0.5)"]),
         ("snapkv(32) + pyramid(…)", ["snapkv + pyramid(64)"]),
         (
-            "conf_kv(0.5) + confidence(…, loose=…, slope=1.5)",
+            "conf_kv(0.75) + confidence(…, loose=…, slope=1.5)",
             ["conf_kv + confidence(128, 256, slope=1.5)", "conf_kv + confidence(slope=1.5)"],
         ),
     ],
