@@ -93,6 +93,7 @@ SLOW = (
     "kvp(2, recent=6) + critical(0.25) + ada(20)",
     "kvzip(16, sinks=2, instruction=(5, 7, 9)) + uniform(24)",
     "kvzip(30, sinks=0, instruction=(3,)) + critical + uniform(24)",
+    "kvzip(16, sinks=2, instruction=(5, 7)) + overall(20, floor=0.2)",
     "snapkv(8) + critical + uniform(24)",
     "knorm + uniform(32)",
     "knorm + uniform(40, when=every_step) + sinks(4) + recent(8)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvjax.algebra._arguments import Whole
@@ -70,6 +71,8 @@ class Budget(Part):
     Class attributes:
       sizes: as in ``Part``; () stands for the first field.
       from_scores: targets are computed from the prompt's scores.
+      over_layers: the KV heads of all layers share their slots (``targets_of_layers``). A prompt is then held
+        whole until the scores of all layers are known (``Policy.holds_prompt``).
       needs_logits: ``confidence`` is computed from the logits of each step.
       voted: the prompt decides how many tokens stay, not a number of the user's. Such a budget needs an
         eviction that decides which tokens stay (not ``KeepRecent``); kvjax warns when a row keeps all of its
@@ -81,6 +84,7 @@ class Budget(Part):
     place = "budget"
     sizes: ClassVar[tuple[str, ...]] = ()
     from_scores: ClassVar[bool] = False
+    over_layers: ClassVar[bool] = False
     needs_logits: ClassVar[bool] = False
     voted: ClassVar[bool] = False
     limited: ClassVar[bool] = True
@@ -132,6 +136,19 @@ class Budget(Part):
           length: tokens each row has seen.
           scores: eviction scores over the prompt, -inf where the token may not stay and +inf where it must;
             only given when ``from_scores``.
+        """
+        raise NotImplementedError
+
+    def targets_of_layers(
+        self, frame: Frame, length: Int[Array, " B"], scores: Sequence[Float[Array, "B K T"]]
+    ) -> list[Int[Array, "B K"]]:
+        """Live slots for each KV head of several layers; asked instead of ``targets`` where ``over_layers``.
+
+        Args:
+          frame: of any of these layers.
+          length: as in ``targets``.
+          scores: of each layer that the model lets see the whole prompt, as in ``targets``; all KV heads, those
+            on other devices too.
         """
         raise NotImplementedError
 

@@ -68,12 +68,14 @@ def read_every_step(case: Deployment) -> Params:
 
 
 def full_cache(case: Deployment) -> int:
-    """Bytes that a device holds of prompts that are fed twice.
+    """Bytes that a device holds of prompts that are held whole.
 
-    That is keys, values and scores of all layers, and a piece's keys and values of one, at most as many.
+    That is keys, values and scores of all layers; where a prompt is fed twice, also a piece's keys and values
+    of one, at most as many.
     """
     slot = 2 * case.spec.head_dim * case.itemsize
-    return case.device_heads * case.read_at_once * (case.spec.num_layers * (slot + 4) + slot)
+    piece = slot if case.policy.eviction.replays else 0
+    return case.device_heads * case.read_at_once * (case.spec.num_layers * (slot + 4) + piece)
 
 
 # --- slots ---------------------------------------------------------------------------------------
