@@ -251,6 +251,7 @@ def target(
 def test_live_slots_are_what_the_budget_says(policy):
     life, looked, learned = live(policy), 0, []
     for steps, state in enumerate(life.states):
+        of_rows = dict.fromkeys(LENGTHS, 0)
         for layer, room in enumerate(state.layers):
             if room.pages is None:
                 continue
@@ -272,8 +273,13 @@ def test_live_slots_are_what_the_budget_says(policy):
                 logits = policy.budget.needs_logits and steps > 0
                 confidence = float(life.states[steps - 1].confidence[row]) if logits else None
                 check_counts(policy, layer, prompt, seen, w, counts, confidence)
+                of_rows[prompt] += sum(counts)
                 learned += counts if row == 0 and policy.admission.learns else []
                 looked += 1
+        if policy.budget.over_layers:
+            heads, least = len(state.layers) * kv_heads(), policy.sinks + policy.protects
+            means = {prompt: max(target(policy, 0, prompt, prompt), least) for prompt in LENGTHS}
+            assert of_rows == {prompt: heads * min(prompt, mean) for prompt, mean in means.items()}
     if learned:
         least, most = policy.sinks + policy.window(tiny.CONTEXT), LENGTHS[0] + STEPS
         assert min(learned) < most - STEPS, "every token was admitted"
@@ -291,7 +297,7 @@ def check_counts(
         assert counts == [min(seen, most)] * kv_heads()
     elif policy.budget.when == "after_prompt":
         mean, protected = target(policy, layer, prompt, prompt), policy.sinks + policy.protects
-        if mean is None:
+        if mean is None or policy.budget.over_layers:
             assert all(min(prompt, protected) <= n <= prompt for n in counts)
         else:
             assert sum(counts) == kv_heads() * min(prompt, max(mean, protected))
