@@ -140,6 +140,7 @@ class Parity:
     """Compare the tokens that evictions keep with those that kvpress keeps."""
 
     peers: Path = option(None, "environment made by `peers --make`", "DIR", required=True)
+    only: tuple[str, ...] = option((), "methods to compare anew; rows of others stay", "METHOD", nargs="+")
     out: Path = option(Path("results/parity"), "folder of the results")
 
 

@@ -241,7 +241,7 @@ def target(
     place = (layer, network.num_layers, network.num_kv_heads, slot)
     frame = Frame(*place, sure, policy.protected, prompt=jnp.asarray([prompt]))
     seen = jnp.asarray([length])
-    if policy.budget.from_scores:
+    if policy.budget.from_scores or policy.budget.learns:
         mean = policy.budget.layer_mean(frame, seen)
         return None if mean is None else int(mean[0])
     return int(policy.budget.targets(frame, seen, None)[0, 0])
@@ -297,11 +297,11 @@ def check_counts(
         assert counts == [min(seen, most)] * kv_heads()
     elif policy.budget.when == "after_prompt":
         mean, protected = target(policy, layer, prompt, prompt), policy.sinks + policy.protects
-        if mean is None or policy.budget.over_layers:
+        if mean is None or policy.budget.over_layers or policy.budget.learns:
             assert all(min(prompt, protected) <= n <= prompt for n in counts)
         else:
             assert sum(counts) == kv_heads() * min(prompt, max(mean, protected))
-        if not policy.budget.from_scores:
+        if not policy.budget.from_scores and not policy.budget.learns:
             assert len(set(counts)) == 1
     else:
         late = seen % policy.budget.when.k if isinstance(policy.budget.when, Every) else 0

@@ -52,6 +52,7 @@ class Frame:
         decoding, when only counts are available.
       heads: all KV heads of the layer, for targets that depend on the scores of other heads.
       prompt: length of each row's prompt.
+      weights: what the budget has learned, at this layer.
     """
 
     layer: Any
@@ -63,6 +64,7 @@ class Frame:
     observed: Observation | None = None
     heads: AllHeads = HERE
     prompt: Int[Array, " B"] | None = None
+    weights: Any = None
 
 
 class Budget(Part):
@@ -117,7 +119,10 @@ class Budget(Part):
         return None
 
     def layer_mean(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"] | None:
-        """The mean target of a layer's KV heads, where scores only divide its slots (``from_scores``)."""
+        """The mean target of KV heads, where scores or what it has learned only divide the slots.
+
+        (``from_scores``, ``learns``.)
+        """
         return None
 
     def secured(
@@ -147,8 +152,8 @@ class Budget(Part):
         Args:
           frame: of any of these layers.
           length: as in ``targets``.
-          scores: of each layer that the model lets see the whole prompt, as in ``targets``; all KV heads, those
-            on other devices too.
+          scores: as in ``targets``, of each layer that sees the whole prompt; all KV heads, those on other
+            devices too.
         """
         raise NotImplementedError
 

@@ -290,7 +290,9 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             "different tokens to each of them. Use an eviction that ranks each head on its own, or a budget "
             "with when=after_prompt."
         )
-    holder, does = (p.eviction, "feeds a prompt twice") if p.eviction.replays else (p.budget, "holds a prompt")
+    holder, does = (
+        (p.eviction, "feeds a prompt twice") if p.eviction.replays else (p.budget, "holds a prompt")
+    )
     for one in p.chain if p.holds_prompt else ():
         unseen = sorted(one.needs - {"k", "v", "wo_norm"})
         if one is not p.eviction.chain[0] and unseen:
@@ -300,8 +302,8 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             )
     if p.holds_prompt and p.admission.prefill and not p.admission.idle:
         raise PolicyError(
-            f"{holder!r} reads a prompt into a full cache before it cuts, but {p.admission!r} hides tokens while "
-            "a prompt is read. Leave one of them out."
+            f"{holder!r} reads a prompt into a full cache before it cuts, but {p.admission!r} hides "
+            "tokens while a prompt is read. Leave one of them out."
         )
     if not p.eviction.idle and not p.budget.limited:
         raise PolicyError(

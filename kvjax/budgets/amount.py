@@ -176,7 +176,7 @@ def rank(scores: Float[Array, "... T"]) -> Int[Array, "... T"]:
     return jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1)
 
 
-def in_order(scores: Float[Array, "..."]) -> UInt32[Array, "..."]:
+def in_order(scores: Float[Array, ...]) -> UInt32[Array, ...]:
     """Whole numbers in the order of the scores, 0 for -inf alone: a level among them is found bit by bit."""
     scores = scores.astype(jnp.float32)
     # -0 equals 0; XLA takes a sum with 0 out.

@@ -118,7 +118,7 @@ class Prefill:
         return [max(pool.coarse_class(max(1, pages)), held) for pages, held in zip(need, have)]
 
     def _whole_bytes(self) -> int:
-        """Bytes of a layer that is not compressed yet; of all, and a piece, where the prompt is held whole."""
+        """Bytes of a layer that is not compressed yet; of all and a piece where the prompt is held whole."""
         cache, tokens = self.structure.row.layers[0], decode.bucket(len(self.request.tokens))
         _, heads, _, dim = cache.ring.k.shape
         slot = heads * (2 * dim * cache.ring.k.dtype.itemsize + 16)

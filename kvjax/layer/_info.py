@@ -72,7 +72,8 @@ class LayerInfo:
         shown = observed if policy.budget.needs else None
         heads = self.heads.count(k.shape[1])
         place = (self.layer, self.layers, heads, slot)
-        return Frame(*place, self.confidence, policy.protected, shown, self.heads, self.total)
+        learned = self.weights("budget")
+        return Frame(*place, self.confidence, policy.protected, shown, self.heads, self.total, learned)
 
 
 def by_row(number: Any, axes: int) -> Any:

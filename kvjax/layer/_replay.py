@@ -31,9 +31,7 @@ def hold(x: Heads) -> Held:
     return k, v, jnp.zeros(k.shape[:3], jnp.float32)
 
 
-def hold_scored(
-    info: LayerInfo, x: Heads, pos: Int[Array, "B T"], lse: Float[Array, "B N T"]
-) -> Held:
+def hold_scored(info: LayerInfo, x: Heads, pos: Int[Array, "B T"], lse: Float[Array, "B N T"]) -> Held:
     """The full cache of a layer with scores that need no second pass."""
     k, v, none = hold(x)
     # The model's sliding layers take no policy beyond their window.

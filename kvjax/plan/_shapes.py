@@ -114,7 +114,7 @@ def _target(case: Deployment, index: int) -> float:
     k: Any = jax.ShapeDtypeStruct((1, spec.num_kv_heads, 1, spec.head_dim), jnp.dtype(case.dtype))
     info = layer.LayerInfo(case.policy, {}, index, case.depth or spec.num_layers, None, total)
     length = jnp.full((1,), case.context, jnp.int32)
-    if budget.from_scores:
+    if budget.from_scores or budget.learns:
         return float(np.asarray(budget.layer_mean(info.frame(k), length))[0])
     return float(np.asarray(budget.targets(info.frame(k), length, None)).max())
 

@@ -1,4 +1,4 @@
-"""One threshold for all layers and heads against plain Python, and what prompts keep against float64 NumPy."""
+"""One threshold for all layers and heads against plain Python; what stays of prompts against NumPy."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from kvjax.budgets.overall import Overall
 
 LAYERS, HEADS, T = 3, 2, 30
 random = np.random.default_rng(0)
+LEVEL = random.integers(0, 7, (LAYERS, 1, HEADS, 1))
 # Layers and heads on different levels, whole numbers so that there are ties within and between them.
-SCORES = np.round(random.standard_normal((LAYERS, 4, HEADS, T)) * 4 + random.integers(0, 7, (LAYERS, 1, HEADS, 1)))
+SCORES = np.round(random.standard_normal((LAYERS, 4, HEADS, T)) * 4 + LEVEL)
 SEEN = np.array([30, 30, 17, 4])
 for row, end in enumerate(SEEN):
     SCORES[:, row, :, end:] = -np.inf
@@ -36,7 +37,8 @@ def counts(scores: np.ndarray, total: int, sure: int) -> np.ndarray:
     order = []
     for at in np.ndindex(scores.shape[:2]):
         own = [p for p in sorted(range(T), key=lambda p: (-scores[at][p], p)) if scores[at][p] > -np.inf]
-        order += [(rank >= sure, 0.0 if rank < sure else -scores[at][p], *at, p) for rank, p in enumerate(own)]
+        worth = [0.0 if rank < sure else -scores[at][p] for rank, p in enumerate(own)]
+        order += [(rank >= sure, worth[rank], *at, p) for rank, p in enumerate(own)]
     slots = np.zeros(scores.shape[:2], int)
     for _, _, layer, head, _ in sorted(order)[:total]:
         slots[layer, head] += 1
@@ -54,7 +56,8 @@ def test_counts_are_those_of_the_best_of_all(amount, floor):
     every = [jnp.asarray(one, jnp.float32) for one in SCORES]
     slots = np.stack(targets(Overall(amount, floor=floor), every, jnp.asarray(SEEN)))
     for b, seen in enumerate(SEEN):
-        mean = amount if isinstance(amount, int) else math.floor(Fraction(amount) * int(seen) + Fraction(1, 2))
+        share = Fraction(amount) * int(seen) if isinstance(amount, float) else amount
+        mean = math.floor(share + Fraction(1, 2))
         right = counts(SCORES[:, b], mean * LAYERS * HEADS, math.floor(mean * Fraction(str(floor))))
         np.testing.assert_array_equal(slots[:, b], right)
 
@@ -85,7 +88,7 @@ def test_scores_of_one_pass_are_compared_over_layers_too():
     scores = [
         np.stack([-np.linalg.norm(seen["k"], axis=-1).T for seen in layers(prompt)]) for prompt in PROMPTS
     ]
-    for score, length in zip(scores, LENGTHS):
+    for score in scores:
         score[:, :, :2] = np.inf
     check("knorm + overall(11) + sinks(2)", scores, 11)
 
@@ -131,7 +134,10 @@ def test_the_peak_is_the_full_cache_and_its_scores():
         ("snapkv(64) + overall(32)", "fewer than the 64 protected tokens"),
         ("write_gate + snapkv + overall(0.5)", "holds a prompt and then cuts it, .* write_gate.* reads"),
         ("window(8) + snapkv + overall(0.5)", r"overall\(0\.5\).* reads a prompt into a full cache"),
-        ("kvzap(-5) + snapkv + overall(0.5)", r"overall\(0\.5\) holds a prompt and .*, but kvzap.* reads hidden"),
+        (
+            "kvzap(-5) + snapkv + overall(0.5)",
+            r"overall\(0\.5\) holds .* but kvzap.* reads hidden",
+        ),
         ("overall(0.0)", "not a valid amount"),
     ],
 )
