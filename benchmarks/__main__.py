@@ -40,6 +40,7 @@ def _run(words: Sequence[str]) -> int:
         "host": _host,
         "load": _load,
         "parity": _parity,
+        "held": _held,
         "peers": _peers,
         "plot": _plot,
         "serve": _serve,
@@ -129,6 +130,24 @@ def _parity(options: arguments.Parity, words: Sequence[str]) -> None:
     page = parity.page(rows, "python -m benchmarks parity --peers DIR")
     (options.out / "README.md").write_text(page, encoding="utf-8")
     print(options.out / "README.md")
+
+
+def _held(options: arguments.Held, words: Sequence[str]) -> None:
+    from benchmarks import held, parity
+
+    cases = [case for case in held.METHODS.values() if case]
+    with tempfile.TemporaryDirectory() as home:
+        subject, answers = held.subject(Path(home)), {}
+        if options.peers is not None:
+            answers = parity.ask(options.peers, [subject], Path(home), cases, [held.REMOVED])
+        rows = []
+        for row in held.rows(subject, answers):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "held.md"
+    file.write_text(held.page(rows, results.written_command(words)), encoding="utf-8")
+    print(file)
 
 
 def _peers(options: arguments.Peers, words: Sequence[str]) -> None:

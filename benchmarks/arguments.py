@@ -145,6 +145,14 @@ class Parity:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes of a row under each method, beside those of kvpress's cache."""
+
+    peers: Path | None = option(None, "environment made by `peers --make`; without it ours alone", "DIR")
+    out: Path = option(Path("results/parity"), "folder of the results")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Peers:
     """Make the environment with transformers and kvpress."""
 
@@ -162,6 +170,7 @@ COMMANDS: dict[str, type] = {
     "serve": Serve,
     "plot": Plot,
     "parity": Parity,
+    "held": Held,
     "peers": Peers,
 }
 

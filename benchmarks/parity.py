@@ -346,7 +346,11 @@ def inputs(of: Subject) -> dict[str, np.ndarray]:
 
 
 def ask(
-    folder: Path, subjects: Sequence[Subject], home: Path, only: Sequence[str] = tuple(CASES)
+    folder: Path,
+    subjects: Sequence[Subject],
+    home: Path,
+    only: Sequence[str] = tuple(CASES),
+    ratios: Sequence[float] = RATIOS,
 ) -> Mapping[str, np.ndarray]:
     """kvpress's answers, to these cases.
 
@@ -356,7 +360,7 @@ def ask(
     request = {
         "models": {of.name: str(of.folder) for of in subjects},
         "cases": [dataclasses.asdict(CASES[name]) | {"name": name} for name in only],
-        "ratios": RATIOS,
+        "ratios": ratios,
     }
     (home / "request.json").write_text(json.dumps(request))
     arrays: dict[str, Any] = {f"{of.name}:{k}": x for of in subjects for k, x in inputs(of).items()}

@@ -3,7 +3,8 @@
 Reads FOLDER/request.json and FOLDER/inputs.npz, writes FOLDER/answers.npz; imports nothing of ours.
 
 For model m, case c and ratio r: ``kept_m_c_r`` [L, K, T] says which tokens the cache holds, ``score_m_c_r``
-[L, K, T] what the press gave them, ``logits_m_c_r`` [F, V] what follows, or ``error_m_c_r`` what it raised.
+[L, K, T] what the press gave them, ``logits_m_c_r`` [F, V] what follows, ``bytes_m_c_r`` [2] the cache's size
+after the prompt and after that; or ``error_m_c_r`` what it raised.
 """
 
 from __future__ import annotations
@@ -137,10 +138,10 @@ def held(keys: torch.Tensor, whole: torch.Tensor) -> np.ndarray:
 @torch.inference_mode()
 def answers(
     model: Any, ids: torch.Tensor, fed: torch.Tensor, press: Any, sketches: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, list[int]]:
     """What is kept of the prompt and its scores, [L, K, T] each; logits [F, V] of the tokens fed after it.
 
-    None for the logits where the press masks and its cache stays whole.
+    None for the logits where the press masks and its cache stays whole. Last, the cache's bytes before and after.
     """
     full, cache, scores = DynamicCache(), DynamicCache(), []
     model.model(input_ids=ids, past_key_values=full)
@@ -165,11 +166,16 @@ def answers(
         model.model(input_ids=ids, past_key_values=cache)
     kept = np.stack([held(some.keys[0], every.keys[0]) for some, every in zip(cache.layers, full.layers)])
     given = torch.cat([x.expand(1, *kept.shape[1:]) for x in scores])
-    if masked(model, kept):
-        return kept, given.float().numpy(), None
+    masks, sizes = masked(model, kept), [size(cache)]
     at = ids.shape[1] + torch.arange(fed.shape[1])[None]
     logits = model(input_ids=fed, past_key_values=cache, position_ids=at).logits[0]
-    return kept, given.float().numpy(), logits.float().numpy()
+    sizes.append(size(cache))
+    return kept, given.float().numpy(), None if masks else logits.float().numpy(), sizes
+
+
+def size(cache: DynamicCache) -> int:
+    """Bytes of its keys and values."""
+    return sum(x.numel() * x.element_size() for one in cache.layers for x in (one.keys, one.values))
 
 
 def masked(model: Any, kept: np.ndarray) -> bool:
@@ -202,11 +208,12 @@ def main(folder: Path) -> None:
                         kvzip_press.AutoTokenizer, "from_pretrained", return_value=Words()
                     )
                     with masks(case["mended"]), words:
-                        kept, scores, logits = answers(model, ids, fed, press, own["sketch"])
+                        kept, scores, logits, sizes = answers(model, ids, fed, press, own["sketch"])
                 except Exception as error:  # whatever kvpress does not support becomes a row
                     results[f"error_{key}"] = np.asarray(f"{type(error).__name__}: {error}")
                 else:
                     results[f"kept_{key}"], results[f"score_{key}"] = np.packbits(kept), scores
+                    results[f"bytes_{key}"] = np.asarray(sizes)
                     if logits is not None:
                         results[f"logits_{key}"] = logits
     np.savez(folder / "answers.npz", **results)  # type: ignore[arg-type]
