@@ -93,10 +93,11 @@ def rows(of: parity.Subject, answers: Mapping[str, np.ndarray]) -> Iterator[Row]
 def page(every: Sequence[Row], command: str) -> str:
     """The table; Markdown."""
     about = (
-        f"Bytes of one row of {parity.TOKENS} tokens on the embedded model in float32, in KiB: after the prompt, "
-        f"and while {WRITTEN} tokens are written. Ours are what the device has given: pages in size classes, "
-        "tables, positions, room for the tokens to come. kvpress 0.5.5's are its cache's tensors. Where heads "
-        "keep different numbers (ada, overall) it masks, and nothing is returned. Learned weights are random."
+        f"KiB of one row of {parity.TOKENS} tokens on the embedded model in float32: after the prompt, and "
+        f"while {WRITTEN} tokens are written. Ours are what the device has given: pages in size classes, "
+        "tables, positions, room for the tokens to come. kvpress 0.5.5's are its cache's tensors. Where "
+        "heads keep different numbers (ada, overall) it masks, and nothing is returned. Learned weights are "
+        "random."
     )
     lines = ["# What a row takes", "", textwrap.fill(about, 120), "", f"    {command}", ""]
     lines += [

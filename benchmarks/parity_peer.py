@@ -141,7 +141,7 @@ def answers(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, list[int]]:
     """What is kept of the prompt and its scores, [L, K, T] each; logits [F, V] of the tokens fed after it.
 
-    None for the logits where the press masks and its cache stays whole. Last, the cache's bytes before and after.
+    None for the logits where the press masks and its cache stays whole. Last, the cache's bytes.
     """
     full, cache, scores = DynamicCache(), DynamicCache(), []
     model.model(input_ids=ids, past_key_values=full)
