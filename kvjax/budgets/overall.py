@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Overall(amounts.Shared):
     """One threshold for all layers and heads, such that ``amount`` slots a KV head stay on average.
 
-    Scores must mean the same everywhere, as those of ``kvzip``, ``kvzap_scores`` and ``fast_kvzip`` do. Shares
-    of attention (``snapkv``, ``tova``, ``h2o``) are compared as in AdaKV. With other scores a layer of large
-    ones takes what it can.
+    Scores must mean the same everywhere, as those of ``kvzip``, ``kvzap_scores`` and ``fast_kvzip`` do.
+    Shares of attention (``snapkv``, ``tova``, ``h2o``) are compared as in AdaKV. With other scores a layer of
+    large ones takes what it can.
 
     Ties at the threshold go to the lowest layer, then the lowest head and position. Layers that see a window
     alone keep it and take no part. It acts once, after the prompt, which is held whole until then.
