@@ -40,6 +40,7 @@ def _run(words: Sequence[str]) -> int:
         "host": _host,
         "load": _load,
         "parity": _parity,
+        "held": _held,
         "peers": _peers,
         "plot": _plot,
         "serve": _serve,
@@ -104,21 +105,49 @@ def _parity(options: arguments.Parity, words: Sequence[str]) -> None:
 
     from benchmarks import parity
 
+    unknown = [name for name in options.only if name not in parity.CASES]
+    if unknown:
+        raise InputError(
+            f"parity --only {unknown[0]!r}: there is no such method. Choose of {[*parity.CASES]}."
+        )
+    only, rows, recorded = options.only or tuple(parity.CASES), [], {}
+    if options.only:
+        before = (options.out / "parity.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [row for row in map(json.loads, before) if row["method"] not in only]
+        recorded = dict(np.load(options.out / "kvpress.npz"))
     with tempfile.TemporaryDirectory() as home:
         subjects = [parity.subject(name, Path(home)) for name in (*parity.FAMILIES, "embedded")]
-        answers = parity.ask(options.peers, subjects, Path(home))
-        rows = []
-        for row in parity.rows(subjects, answers):
+        answers = parity.ask(options.peers, subjects, Path(home), only)
+        for row in parity.rows(subjects, answers, only):
             rows.append(row)
             print(json.dumps(row), flush=True)
-        recorded = parity.record(answers)
+        recorded |= parity.record(answers, only)
     options.out.mkdir(parents=True, exist_ok=True)
+    rows = parity.ordered(rows)
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (options.out / "parity.jsonl").write_text(lines, encoding="utf-8")
     np.savez_compressed(options.out / "kvpress.npz", **recorded)
-    page = parity.page(rows, results.written_command(words))
+    page = parity.page(rows, "python -m benchmarks parity --peers DIR")
     (options.out / "README.md").write_text(page, encoding="utf-8")
     print(options.out / "README.md")
+
+
+def _held(options: arguments.Held, words: Sequence[str]) -> None:
+    from benchmarks import held, parity
+
+    cases = [case for case in held.METHODS.values() if case]
+    with tempfile.TemporaryDirectory() as home:
+        subject, answers = held.subject(Path(home)), {}
+        if options.peers is not None:
+            answers = parity.ask(options.peers, [subject], Path(home), cases, [held.REMOVED])
+        rows = []
+        for row in held.rows(subject, answers):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "held.md"
+    file.write_text(held.page(rows, results.written_command(words)), encoding="utf-8")
+    print(file)
 
 
 def _peers(options: arguments.Peers, words: Sequence[str]) -> None:

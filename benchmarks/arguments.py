@@ -140,6 +140,15 @@ class Parity:
     """Compare the tokens that evictions keep with those that kvpress keeps."""
 
     peers: Path = option(None, "environment made by `peers --make`", "DIR", required=True)
+    only: tuple[str, ...] = option((), "methods to compare anew; rows of others stay", "METHOD", nargs="+")
+    out: Path = option(Path("results/parity"), "folder of the results")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes of a row under each method, beside those of kvpress's cache."""
+
+    peers: Path | None = option(None, "environment made by `peers --make`; without it ours alone", "DIR")
     out: Path = option(Path("results/parity"), "folder of the results")
 
 
@@ -161,6 +170,7 @@ COMMANDS: dict[str, type] = {
     "serve": Serve,
     "plot": Plot,
     "parity": Parity,
+    "held": Held,
     "peers": Peers,
 }
 

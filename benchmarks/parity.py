@@ -24,11 +24,12 @@ import numpy as np
 import kvjax
 from benchmarks import peers
 from benchmarks.results import Row
-from kvjax import decode, layer
+from kvjax import decode, layer, metrics
 from kvjax.algebra import Policy
 from kvjax.cli import InputError
-from kvjax.policies import compactor
+from kvjax.policies import compactor, kvzap
 from kvjax.policies.expected_attention import ExpectedAttention
+from kvjax.policies.fast_kvzip import FastKVzip
 from kvjax.policies.qfilter import QFilter
 from kvjax.types import EMPTY, Heads, Network, Params
 
@@ -78,6 +79,9 @@ class Case:
       of_ratio: arguments of the press that are the ratio.
       reason: why sets differ, where they do.
       mended: the press is run with a mask of minus infinity in place of -1e-9.
+      wrapper: kvpress's class around the press, or "".
+      budget: of the policy; {slots} is the mean of a KV head.
+      counted: the press counts runs of tokens, so each layer is given as many slots as it keeps.
     """
 
     policy: str
@@ -86,12 +90,21 @@ class Case:
     of_ratio: tuple[str, ...] = ()
     reason: str = ""
     mended: bool = False
+    wrapper: str = ""
+    budget: str = "uniform({slots})"
+    counted: bool = False
 
 
 NO_RANGE = (
     "a channel is equal in all tokens of a partition; kvpress divides 0 by 0 there and ranks NaN, ours "
     "counts the channel as 0"
 )
+
+
+SNAPKV: dict[str, Any] = {"window_size": 64, "kernel_size": 5}
+
+ASK = (5, 7)
+"""What stands for KVzip's instruction: most of these models have no tokenizer."""
 
 
 def _compactor(chunk: int, **more: Any) -> Case:
@@ -125,6 +138,32 @@ CASES = {
     "cur": Case("cur", "CURPress"),
     "cap": Case("cap", "CapPress"),
     "qfilter": Case("qfilter", "QFilterPress"),
+    "kvzap": Case("kvzap_scores", "KVzapPress"),
+    "critical": Case("snapkv(64) + critical", "SnapKVPress", SNAPKV, wrapper="CriticalKVPress"),
+    "critical, heads compete": Case(
+        "snapkv(64) + critical",
+        "SnapKVPress",
+        SNAPKV,
+        wrapper="CriticalAdaKVPress",
+        budget="ada({slots})",
+    ),
+    "critical, keydiff": Case("keydiff + critical", "KeyDiffPress", wrapper="CriticalKVPress"),
+    "chunks": Case("snapkv(64) + chunks(20)", "SnapKVPress", SNAPKV, wrapper="ChunkKVPress", counted=True),
+    "chunks, keydiff": Case("keydiff + chunks(20)", "KeyDiffPress", wrapper="ChunkKVPress", counted=True),
+    "kvzip": Case(f"kvzip(instruction={ASK})", "KVzipPress", budget="overall({slots})"),
+    "kvzip, layer by layer": Case(
+        f"kvzip(instruction={ASK})", "KVzipPress", {"layerwise": True}, budget="ada({slots}, floor=0)"
+    ),
+    "kvzip, output": Case(
+        f"kvzip(output=True, instruction={ASK})",
+        "KVzipPress",
+        {"kvzip_plus_normalization": True},
+        budget="overall({slots})",
+    ),
+    "fast_kvzip": Case("fast_kvzip", "FastKVzipPress", budget="overall({slots})"),
+    "fast_kvzip, layer by layer": Case(
+        "fast_kvzip", "FastKVzipPress", {"layerwise": True}, budget="ada({slots}, floor=0)"
+    ),
 }
 
 
@@ -172,8 +211,10 @@ def subject(name: str, home: Path) -> Subject:
 def _with_weights(name: str, folder: Path, tokens: Int[np.ndarray, " T"]) -> Subject:
     model = kvjax.load(folder, dtype="float32")
     key = jax.random.key(0)
-    parts = QFilter(), ExpectedAttention(stored=True)
+    parts = QFilter(), ExpectedAttention(stored=True), FastKVzip()
     weights = {part.name: part.example_weights(key, model.network) for part in parts}
+    sizes = (model.spec.model_dim, model.network.num_kv_heads, model.network.num_layers)
+    weights["kvzap_scores"] = kvzap.initial(key, *sizes, hidden=8)
     return Subject(name, folder, model, tokens[:TOKENS], tokens[TOKENS : TOKENS + FED], weights)
 
 
@@ -204,19 +245,56 @@ def judged_layers(network: Network) -> list[int]:
     return [index for index, window in enumerate(network.windows) if window is None]
 
 
+def policy_of(case: Case, ratio: float, slots: int) -> Policy:
+    """Ours, with so many slots."""
+    return kvjax.policy(f"{case.policy.format(ratio=ratio)} + {case.budget.format(slots=slots)}")
+
+
 def kept(
-    of: Subject, reading: decode.PromptActivations, case: Case, ratio: float
+    of: Subject,
+    reading: decode.PromptActivations,
+    case: Case,
+    ratio: float,
+    theirs: Bool[np.ndarray, "L K T"] | None = None,
 ) -> Bool[np.ndarray, "L K T"]:
-    """What our policy keeps in the layers without a window."""
+    """What our policy keeps in the layers without a window; ``theirs`` is for counted cases."""
+    layers = judged_layers(of.model.network)
+    if case.counted:
+        assert theirs is not None
+        slots = theirs[:, 0].sum(axis=-1)
+        found = {n: _kept(of, reading, policy_of(case, ratio, int(n)), layers) for n in np.unique(slots)}
+        return np.stack([found[n][index] for index, n in enumerate(slots)])
     slots = max(1, int(len(of.prompt) * (1 - ratio)))  # as kvpress rounds
-    policy = kvjax.policy(f"{case.policy.format(ratio=ratio)} + uniform({slots})")
-    network, learned = of.model.network.at(reading.context), policy.eviction.learns
+    policy = policy_of(case, ratio, slots)
+    return (_held if policy.holds_prompt else _kept)(of, reading, policy, layers)
+
+
+def _held(
+    of: Subject, reading: decode.PromptActivations, policy: Policy, layers: Sequence[int]
+) -> Bool[np.ndarray, "L K T"]:
+    """What is in the pages and the ring once all layers were cut."""
+    weights = {part.place: of.weights[part.name] for part in policy.learned}
+    state, _ = decode.cut(of.model, policy, reading, weights=weights)
+    length, bits = len(of.prompt), np.array(metrics.present(state))[:, 0]
+    for index, cache in enumerate(state.layers):  # the ring holds the newest, kept or not
+        newest = np.arange(length)[-cache.ring.window :]
+        admitted = np.asarray(cache.ring.admit)[0]
+        bits[index][:, newest] = admitted[:, newest % cache.ring.window]
+    return bits[list(layers), :, :length]
+
+
+def _kept(
+    of: Subject, reading: decode.PromptActivations, policy: Policy, layers: Sequence[int]
+) -> Bool[np.ndarray, "L K T"]:
+    """What the layers judge."""
+    network, learned = of.model.network.at(reading.context), bool(policy.learned)
+    ranks: Any = policy.eviction.chain[0]
     result = []
-    for index in judged_layers(network):
-        weights = {"eviction": of.weights[policy.eviction.name][index]} if learned else {}
+    for index in layers:
+        weights = {"eviction": of.weights[ranks.name][index]} if learned else {}
         bits = _layer_keeps(
             network,
-            judged_layers(network)[0],
+            layers[0],
             policy,
             weights,
             jnp.asarray(index),
@@ -267,16 +345,22 @@ def inputs(of: Subject) -> dict[str, np.ndarray]:
     } | stacked
 
 
-def ask(folder: Path, subjects: Sequence[Subject], home: Path) -> Mapping[str, np.ndarray]:
-    """kvpress's answers.
+def ask(
+    folder: Path,
+    subjects: Sequence[Subject],
+    home: Path,
+    only: Sequence[str] = tuple(CASES),
+    ratios: Sequence[float] = RATIOS,
+) -> Mapping[str, np.ndarray]:
+    """kvpress's answers, to these cases.
 
     Raises:
       InputError: no environment in ``folder``, or a process that failed.
     """
     request = {
         "models": {of.name: str(of.folder) for of in subjects},
-        "cases": [dataclasses.asdict(case) | {"name": name} for name, case in CASES.items()],
-        "ratios": RATIOS,
+        "cases": [dataclasses.asdict(CASES[name]) | {"name": name} for name in only],
+        "ratios": ratios,
     }
     (home / "request.json").write_text(json.dumps(request))
     arrays: dict[str, Any] = {f"{of.name}:{k}": x for of in subjects for k, x in inputs(of).items()}
@@ -319,12 +403,15 @@ def compared(ours: Bool[np.ndarray, "L K T"], theirs: Bool[np.ndarray, "L K T"],
     }
 
 
-def rows(subjects: Sequence[Subject], answers: Mapping[str, np.ndarray]) -> Iterator[Row]:
+def rows(
+    subjects: Sequence[Subject], answers: Mapping[str, np.ndarray], only: Sequence[str] = tuple(CASES)
+) -> Iterator[Row]:
     """One for each model, case and ratio."""
     for of in subjects:
         reading, network = read(of), of.model.network
         layers = judged_layers(network)
-        for name, case in CASES.items():
+        for name in only:
+            case = CASES[name]
             for ratio in RATIOS:
                 key = f"{of.name}_{name}_{ratio}"
                 row = {"model": of.name, "method": name, "press": case.press, "ratio": ratio}
@@ -334,22 +421,31 @@ def rows(subjects: Sequence[Subject], answers: Mapping[str, np.ndarray]) -> Iter
                     continue
                 shape = network.num_layers, network.num_kv_heads, len(of.prompt)
                 theirs = np.unpackbits(answers[f"kept_{key}"])[: np.prod(shape)].reshape(shape).astype(bool)
-                ours = kept(of, reading, case, ratio)
+                ours = kept(of, reading, case, ratio, theirs[layers])
                 yield row | compared(ours, theirs[layers], answers[f"score_{key}"][layers])
 
 
-def record(answers: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def ordered(every: Sequence[Row]) -> list[Row]:
+    """By model, then by method, whenever they were compared."""
+    models, methods = [*FAMILIES, "embedded"], list(CASES)
+    return sorted(
+        every, key=lambda row: (models.index(row["model"]), methods.index(row["method"]), row["ratio"])
+    )
+
+
+def record(answers: Mapping[str, np.ndarray], only: Sequence[str] = tuple(CASES)) -> dict[str, Any]:
     """What tests compare with, by ``family/case``: kept tokens, packed bits [ratios, bytes]; logits [F, V].
 
-    Logits are those of the first family with half the tokens removed.
+    Logits are those of the first family with half the tokens removed, where kvpress's cache is smaller then.
     """
     kept = {
         f"{family}/{name}": np.stack([answers[f"kept_{family}_{name}_{ratio}"] for ratio in RATIOS])
         for family in RECORDED
-        for name in CASES
+        for name in only
     }
-    first = RECORDED[0]
-    return kept | {f"{first}/{name}/logits": answers[f"logits_{first}_{name}_0.5"] for name in CASES}
+    logits = {name: f"logits_{RECORDED[0]}_{name}_0.5" for name in only}
+    here = {name: answers[key] for name, key in logits.items() if key in answers}
+    return kept | {f"{RECORDED[0]}/{name}/logits": x for name, x in here.items()}
 
 
 def page(every: Sequence[Row], command: str) -> str:
@@ -361,8 +457,9 @@ def page(every: Sequence[Row], command: str) -> str:
         "the same tokens. It is equal *but for rounding* if the scores of all tokens that only one side "
         f"keeps differ by at most {ROUNDING:g} of the head's deviation. Presses that draw random numbers or "
         "fetch weights get ours. In the first layer equal tokens have equal norms and leverages, and LagKV's "
-        "ranks recur in every partition: such ties are most of what rounding decides. Cases, with gaps and "
-        "errors: `parity.jsonl`; two families' kept tokens and one's logits, for tests: "
+        "ranks recur in every partition: such ties are most of what rounding decides. A press that counts "
+        "runs of tokens says how many a layer keeps. Two ids stand for KVzip's instruction on both sides. "
+        "Cases, with gaps and errors: `parity.jsonl`; two families' kept tokens and one's logits, for tests: "
         "`kvpress.npz`."
     )
     lines = [
@@ -381,7 +478,10 @@ def page(every: Sequence[Row], command: str) -> str:
         count = {kind: sum(row["verdict"] == kind for row in own) for kind in VERDICTS}
         numbers = " | ".join(str(count[kind]) for kind in VERDICTS)
         policy = case.policy.format(ratio="r")
-        lines.append(f"| {name} | `{policy}` | {case.press} | {len(own)} | {numbers} |")
+        if "uniform" not in case.budget:
+            policy += f" + {case.budget.format(slots='n')}"
+        press = f"{case.wrapper} of {case.press}" if case.wrapper else case.press
+        lines.append(f"| {name} | `{policy}` | {press} | {len(own)} | {numbers} |")
         reasons += _reasons(name, case, own)
     return "\n".join([*lines, "", "## Where they do not agree", "", *(reasons or ["Nowhere."]), ""])
 

@@ -93,6 +93,7 @@ SLOW = (
     "kvp(2, recent=6) + critical(0.25) + ada(20)",
     "kvzip(16, sinks=2, instruction=(5, 7, 9)) + uniform(24)",
     "kvzip(30, sinks=0, instruction=(3,)) + critical + uniform(24)",
+    "kvzip(16, sinks=2, instruction=(5, 7)) + overall(20, floor=0.2)",
     "snapkv(8) + critical + uniform(24)",
     "knorm + uniform(32)",
     "knorm + uniform(40, when=every_step) + sinks(4) + recent(8)",
@@ -240,7 +241,7 @@ def target(
     place = (layer, network.num_layers, network.num_kv_heads, slot)
     frame = Frame(*place, sure, policy.protected, prompt=jnp.asarray([prompt]))
     seen = jnp.asarray([length])
-    if policy.budget.from_scores:
+    if policy.budget.from_scores or policy.budget.learns:
         mean = policy.budget.layer_mean(frame, seen)
         return None if mean is None else int(mean[0])
     return int(policy.budget.targets(frame, seen, None)[0, 0])
@@ -250,6 +251,7 @@ def target(
 def test_live_slots_are_what_the_budget_says(policy):
     life, looked, learned = live(policy), 0, []
     for steps, state in enumerate(life.states):
+        of_rows = dict.fromkeys(LENGTHS, 0)
         for layer, room in enumerate(state.layers):
             if room.pages is None:
                 continue
@@ -271,8 +273,13 @@ def test_live_slots_are_what_the_budget_says(policy):
                 logits = policy.budget.needs_logits and steps > 0
                 confidence = float(life.states[steps - 1].confidence[row]) if logits else None
                 check_counts(policy, layer, prompt, seen, w, counts, confidence)
+                of_rows[prompt] += sum(counts)
                 learned += counts if row == 0 and policy.admission.learns else []
                 looked += 1
+        if policy.budget.over_layers:
+            heads, least = len(state.layers) * kv_heads(), policy.sinks + policy.protects
+            means = {prompt: max(target(policy, 0, prompt, prompt), least) for prompt in LENGTHS}
+            assert of_rows == {prompt: heads * min(prompt, mean) for prompt, mean in means.items()}
     if learned:
         least, most = policy.sinks + policy.window(tiny.CONTEXT), LENGTHS[0] + STEPS
         assert min(learned) < most - STEPS, "every token was admitted"
@@ -290,11 +297,11 @@ def check_counts(
         assert counts == [min(seen, most)] * kv_heads()
     elif policy.budget.when == "after_prompt":
         mean, protected = target(policy, layer, prompt, prompt), policy.sinks + policy.protects
-        if mean is None:
+        if mean is None or policy.budget.over_layers or policy.budget.learns:
             assert all(min(prompt, protected) <= n <= prompt for n in counts)
         else:
             assert sum(counts) == kv_heads() * min(prompt, max(mean, protected))
-        if not policy.budget.from_scores:
+        if not policy.budget.from_scores and not policy.budget.learns:
             assert len(set(counts)) == 1
     else:
         late = seen % policy.budget.when.k if isinstance(policy.budget.when, Every) else 0

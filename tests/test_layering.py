@@ -83,7 +83,7 @@ TABLE = {
     "kvjax.weights": rf"{WEIGHTS}|kvjax\.(algebra|catalogue|sharding\.head_order)",
     "kvjax.weights.gates": r"kvjax\.(types|weights|loading|weights\.torch_file|policies\.wg_kv)",
     "kvjax.weights.published": r"kvjax\.(types|algebra|weights(\.(gates|torch_file))?|loading)"
-    r"|kvjax\.policies\.(wg_kv|kvzap|fast_kvzip)",
+    r"|kvjax\.policies\.(wg_kv|kvzap|fast_kvzip)|kvjax\.budgets\.lu_kv",
     "kvjax.weights.torch_file": r"kvjax\.errors",
     "kvjax.weights.__main__": r"kvjax\.(cli|weights(\..+)?)",
     "kvjax.timing": r"pallas_kernels\.measure\.timing",

@@ -154,6 +154,15 @@ def test_a_prompt_that_is_fed_twice_takes_a_full_cache_while_it_is_read():
     assert twice - once == 6 * LONG * (32 * (2 * 128 * 2 + 4) + 2 * 128 * 2)
 
 
+def test_one_threshold_for_all_layers_takes_a_full_cache_without_a_piece():
+    read = Compiled(case=case("snapkv + uniform(0.25)"), program=program(), reading=True)
+    layers, every = (
+        _estimate.bytes_like(case(f"snapkv + {word}(0.25)"), read) for word in ("ada", "overall")
+    )
+    assert every.temporary - layers.temporary == 6 * LONG * 32 * (2 * 128 * 2 + 4)
+    assert every.allocated == layers.allocated
+
+
 def test_learned_weights_have_the_shapes_of_trained_ones():
     one = case("write_gate(0.1) + phi(64) + kvp + uniform(0.25)", share=0.25)
     learned = _shapes.weights(one)

@@ -51,6 +51,8 @@ NEIGHBOURS = {
     "r_kv(window=4, kernel=3) + uniform(22, every(4))": "r_kv(0.2, window=4, kernel=3, similar=0.4)"
     " + uniform(21, every(4))",
     "snapkv(8) + ada(0.5)": "snapkv(8) + ada(0.49, floor=0.25)",
+    "snapkv(8) + overall(0.5)": "snapkv(8) + overall(0.49, floor=0.25)",
+    "snapkv(8) + lu_kv(0.5)": "snapkv(8) + lu_kv(0.49)",
     "snapkv(8) + pyramid(0.5)": "snapkv(8) + pyramid(0.495, slope=1.98)",
     "gvote(0.6, samples=2, ahead=8)": "gvote(0.61, samples=2, ahead=8, seed=5)",
     "gvote(0.6, samples=inf, ahead=8)": "gvote(0.61, samples=inf, ahead=8, sinks=3)",

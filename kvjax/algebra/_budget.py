@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvjax.algebra._arguments import Whole
@@ -51,6 +52,7 @@ class Frame:
         decoding, when only counts are available.
       heads: all KV heads of the layer, for targets that depend on the scores of other heads.
       prompt: length of each row's prompt.
+      weights: what the budget has learned, at this layer.
     """
 
     layer: Any
@@ -62,6 +64,7 @@ class Frame:
     observed: Observation | None = None
     heads: AllHeads = HERE
     prompt: Int[Array, " B"] | None = None
+    weights: Any = None
 
 
 class Budget(Part):
@@ -70,6 +73,8 @@ class Budget(Part):
     Class attributes:
       sizes: as in ``Part``; () stands for the first field.
       from_scores: targets are computed from the prompt's scores.
+      over_layers: the KV heads of all layers share their slots (``targets_of_layers``). A prompt is then held
+        whole until the scores of all layers are known (``Policy.holds_prompt``).
       needs_logits: ``confidence`` is computed from the logits of each step.
       voted: the prompt decides how many tokens stay, not a number of the user's. Such a budget needs an
         eviction that decides which tokens stay (not ``KeepRecent``); kvjax warns when a row keeps all of its
@@ -81,6 +86,7 @@ class Budget(Part):
     place = "budget"
     sizes: ClassVar[tuple[str, ...]] = ()
     from_scores: ClassVar[bool] = False
+    over_layers: ClassVar[bool] = False
     needs_logits: ClassVar[bool] = False
     voted: ClassVar[bool] = False
     limited: ClassVar[bool] = True
@@ -113,7 +119,10 @@ class Budget(Part):
         return None
 
     def layer_mean(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"] | None:
-        """The mean target of a layer's KV heads, where scores only divide its slots (``from_scores``)."""
+        """The mean target of KV heads, where scores or what it has learned only divide the slots.
+
+        (``from_scores``, ``learns``.)
+        """
         return None
 
     def secured(
@@ -132,6 +141,19 @@ class Budget(Part):
           length: tokens each row has seen.
           scores: eviction scores over the prompt, -inf where the token may not stay and +inf where it must;
             only given when ``from_scores``.
+        """
+        raise NotImplementedError
+
+    def targets_of_layers(
+        self, frame: Frame, length: Int[Array, " B"], scores: Sequence[Float[Array, "B K T"]]
+    ) -> list[Int[Array, "B K"]]:
+        """Live slots for each KV head of several layers; asked instead of ``targets`` where ``over_layers``.
+
+        Args:
+          frame: of any of these layers.
+          length: as in ``targets``.
+          scores: as in ``targets``, of each layer that sees the whole prompt; all KV heads, those on other
+            devices too.
         """
         raise NotImplementedError
 

@@ -165,6 +165,11 @@ class Policy:
         return once or later or other or not self.admission.prefill
 
     @property
+    def holds_prompt(self) -> bool:
+        """Is a prompt read into a full cache, of which all layers are cut at the end?"""
+        return self.eviction.replays or self.budget.over_layers
+
+    @property
     def on_arrival(self) -> bool:
         """Is everything decided from the arriving token alone? Then any chunk size gives the same state."""
         return not self.budget.limited and self.admission.prefill
@@ -285,16 +290,19 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             "different tokens to each of them. Use an eviction that ranks each head on its own, or a budget "
             "with when=after_prompt."
         )
-    for one in p.chain if p.eviction.replays else ():
+    holder, does = (
+        (p.eviction, "feeds a prompt twice") if p.eviction.replays else (p.budget, "holds a prompt")
+    )
+    for one in p.chain if p.holds_prompt else ():
         unseen = sorted(one.needs - {"k", "v", "wo_norm"})
         if one is not p.eviction.chain[0] and unseen:
             raise PolicyError(
-                f"{p.eviction!r} feeds a prompt twice and then cuts it, when its keys and values are all "
-                f"that is left, but {one.word} reads {' and '.join(unseen)}. Leave one of them out."
+                f"{holder!r} {does} and then cuts it, when its keys and values are all that is left, "
+                f"but {one.word} reads {' and '.join(unseen)}. Leave one of them out."
             )
-    if p.eviction.replays and p.admission.prefill and not p.admission.idle:
+    if p.holds_prompt and p.admission.prefill and not p.admission.idle:
         raise PolicyError(
-            f"{p.eviction!r} reads a prompt into a full cache before it cuts, but {p.admission!r} hides "
+            f"{holder!r} reads a prompt into a full cache before it cuts, but {p.admission!r} hides "
             "tokens while a prompt is read. Leave one of them out."
         )
     if not p.eviction.idle and not p.budget.limited:

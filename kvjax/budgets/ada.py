@@ -7,7 +7,7 @@ Inference, https://arxiv.org/abs/2407.11550
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Ada(amounts.Sized):
+class Ada(amounts.Shared):
     """Each KV head gets at least ``floor`` of the mean; the layer's other slots go to its best scores.
 
     Attributes:
@@ -36,29 +36,6 @@ class Ada(amounts.Sized):
     floor: float = 0.2
     when: When = "after_prompt"
 
-    def leaves(self) -> dict[str, Any]:
-        return {"limit": self.limit, "floor": self.floor}
-
-    @property
-    def least(self) -> int | None:
-        """The mean, if it is in tokens: protected tokens count towards every head first."""
-        return self.tokens
-
-    def smallest(self, frame: Frame, length: int) -> int:
-        return int(self.limit.slots_on_host(frame, length) + 0.5)
-
-    def layer_mean(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The amount, rounded to the nearest slot (halves up)."""
-        return jnp.floor(self.limit.slots(frame, length) + 0.5).astype(jnp.int32)
-
-    def secured(
-        self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"]
-    ) -> Float[Array, "B K T"]:
-        """A head's guaranteed tokens come first in the layer's order, whatever the scores of the others."""
-        guaranteed = jnp.floor(self.layer_mean(frame, length) * self.floor).astype(jnp.int32)
-        safe = (_rank(scores) < guaranteed[:, None, None]) & (scores > -jnp.inf)
-        return jnp.where(safe, jnp.inf, scores)
-
     def targets(
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
@@ -67,14 +44,9 @@ class Ada(amounts.Sized):
         scores = frame.heads.gather(self.secured(frame, length, scores))
         heads, tokens = scores.shape[1:]
         mean = self.layer_mean(frame, length)
-        order = _rank(scores.reshape(scores.shape[0], heads * tokens)).reshape(scores.shape)
+        order = amounts.rank(scores.reshape(scores.shape[0], heads * tokens)).reshape(scores.shape)
         kept = (order < (mean * heads)[:, None, None]) & (scores > -jnp.inf)
         return frame.heads.local(kept.sum(axis=-1))
-
-
-def _rank(scores: Float[Array, "... T"]) -> Int[Array, "... T"]:
-    """Rank of each score, 0 for the best; ties go to the lowest index."""
-    return jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1)
 
 
 PRESETS = {"adakv": "snapkv + ada(0.25)"}

@@ -7,13 +7,14 @@ import functools
 import re
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.algebra import MOST, Argument, Budget, Every, Frame, PolicyError
 from kvjax.types import pytree
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Float, Int, UInt32
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -133,3 +134,52 @@ class Sized(Budget):
     def tokens(self) -> int | None:
         """The amount if it is in tokens; another one means a number of slots only for a given prompt."""
         return self.amount if isinstance(self.amount, int) else None
+
+
+class Shared(Sized):
+    """A budget whose ``amount`` is a mean over KV heads, which share the slots by their scores.
+
+    Its field ``floor`` is the share of the mean that every head keeps whatever its scores.
+    """
+
+    floor: float
+
+    def leaves(self) -> dict[str, Any]:
+        return {"limit": self.limit, "floor": self.floor}
+
+    @property
+    def least(self) -> int | None:
+        """The mean, if it is in tokens: protected tokens count towards every head first."""
+        return self.tokens
+
+    def smallest(self, frame: Frame, length: int) -> int:
+        return int(self.limit.slots_on_host(frame, length) + 0.5)
+
+    def layer_mean(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"]:
+        """The amount, rounded to the nearest slot (halves up)."""
+        return jnp.floor(self.limit.slots(frame, length) + 0.5).astype(jnp.int32)
+
+    def guaranteed(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Slots that every head keeps, if it has as many tokens."""
+        return jnp.floor(self.layer_mean(frame, length) * self.floor).astype(jnp.int32)
+
+    def secured(
+        self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"]
+    ) -> Float[Array, "B K T"]:
+        """A head's guaranteed tokens come first in the layer's order, whatever the scores of the others."""
+        sure = self.guaranteed(frame, length)[:, None, None]
+        return jnp.where((rank(scores) < sure) & (scores > -jnp.inf), jnp.inf, scores)
+
+
+def rank(scores: Float[Array, "... T"]) -> Int[Array, "... T"]:
+    """Rank of each score, 0 for the best; ties go to the lowest index."""
+    return jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1)
+
+
+def in_order(scores: Float[Array, ...]) -> UInt32[Array, ...]:
+    """Whole numbers in the order of the scores, 0 for -inf alone: a level among them is found bit by bit."""
+    scores = scores.astype(jnp.float32)
+    # -0 equals 0; XLA takes a sum with 0 out.
+    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)
+    top = jnp.uint32(1 << 31)
+    return jnp.where(scores > -jnp.inf, jnp.where(bits >= top, ~bits, bits | top), 0)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.algebra import FIRST, Argument, Budget, Frame, Number, Observation, PolicyError, Whole
+from kvjax.budgets import amount as amounts
 from kvjax.types import Project
 
 if TYPE_CHECKING:
@@ -299,10 +300,7 @@ def best(s: Float[Array, "*B T"], count: Int[Array, " *B"]) -> Bool[Array, "*B T
     The value of the last one is found bit by bit, in 32 counts: a sort costs more, and ``top_k`` takes no
     traced number.
     """
-    bits = jax.lax.bitcast_convert_type(s + 0.0, jnp.uint32)  # -0 + 0 is 0
-    top = jnp.uint32(1 << 31)
-    order = jnp.where(bits >= top, ~bits, bits | top)
-    order = jnp.where(s > -jnp.inf, order, 0)
+    order, top = amounts.in_order(s), jnp.uint32(1 << 31)
 
     def turn(i: Array, low: Array) -> Array:
         raised = low | (top >> i.astype(jnp.uint32))

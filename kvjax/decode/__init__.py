@@ -73,7 +73,16 @@ from kvjax.decode._prefill import (
     store_layer,
     with_logits,
 )
-from kvjax.decode._replay import cut_layer, hold_layer, padded_pieces, prompt_pieces, replay_layer
+from kvjax.decode._replay import (
+    cut_layer,
+    hold_layer,
+    padded_pieces,
+    prompt_pieces,
+    rank_layer,
+    replay_layer,
+    score_layer,
+    share_slots,
+)
 from kvjax.decode._step import piece, run_layers, step, step_program
 
 __all__ = [
@@ -121,6 +130,7 @@ __all__ = [
     "prompt_layer",
     "prompt_pages",
     "prompt_pieces",
+    "rank_layer",
     "read_chunk",
     "read_full",
     "read_ids",
@@ -131,6 +141,8 @@ __all__ = [
     "reserve",
     "roomy",
     "run_layers",
+    "score_layer",
+    "share_slots",
     "slot_bounds",
     "step",
     "step_program",

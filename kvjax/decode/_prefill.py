@@ -51,7 +51,16 @@ from kvjax.decode._checks import (
     warn_of_windows,
 )
 from kvjax.decode._placement import check_same_call, mesh_for, on_mesh, warn_of_imbalance
-from kvjax.decode._replay import cut_layer, hold_layer, padded_pieces, prompt_pieces, replay_layer
+from kvjax.decode._replay import (
+    cut_layer,
+    hold_layer,
+    padded_pieces,
+    prompt_pieces,
+    rank_layer,
+    replay_layer,
+    score_layer,
+    share_slots,
+)
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.sharding.specs import HEADS, of_state
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted
@@ -305,6 +314,9 @@ class PromptPrograms(NamedTuple):
     hold: Callable[..., Any] = hold_layer
     replay: Callable[..., Any] = replay_layer
     cut: Callable[..., Any] = cut_layer
+    rank: Callable[..., Any] = rank_layer
+    score: Callable[..., Any] = score_layer
+    share: Callable[..., Any] = share_slots
 
 
 def read_layers(
@@ -322,7 +334,7 @@ def read_layers(
 ) -> Generator[Any, None, tuple[KVState, Float[Array, "B D"], Float[Array, "B T D"]]]:
     """Read whole prompts into an empty state that knows their lengths (``total``).
 
-    Each layer is compressed before the next one runs; where the eviction replays, after the second pass.
+    Each layer is compressed before the next one runs; where the policy holds a prompt, after the last one.
 
     Args:
       model, policy, weights: as in ``prefill``.
@@ -349,12 +361,18 @@ def read_layers(
     draws = mesh.put(np.zeros(len(prompts), np.uint32) if seeds is None else seeds)
     calls = layer_calls(network, policy, params, weights, run.by_layer)
     held: list[Any] = []
+    targets: list[Any] = [None] * network.num_layers
     done, layers = 0, network.num_layers
-    if policy.eviction.replays:
+    if policy.holds_prompt:
         pieces = padded_pieces(prompt_pieces("read_layers", model, policy, prompts))
         layers *= 2 + len(pieces)
         for index, call in enumerate(calls):
-            out, cached = run.hold(network, network.windows[index], call.block, x, total, mesh, bool(reading))
+            window = network.windows[index]
+            if policy.eviction.replays:
+                out, cached = run.hold(network, window, call.block, x, total, mesh, bool(reading))
+            else:
+                lse = reading.lse[index] if reading else None
+                out, cached = run.rank(network, policy, window, *call[1:], x, total, draws, mesh, lse)
             x = reading.inputs[index + 1] if reading else out
             held.append(cached)
             yield (done := done + 1), layers
@@ -368,11 +386,19 @@ def read_layers(
                 y, scores = run.replay(*kind, y, k, v, scores, total, *rows, mesh)
                 held[index] = (k, v, scores)
                 yield (done := done + 1), layers
+    whole_layers = [index for index, window in enumerate(network.windows) if window is None]
+    if policy.budget.over_layers and whole_layers:
+        for index in whole_layers if policy.eviction.replays else ():
+            scores = run.score(network, policy, *calls[index][1:], x, held[index], total, draws, mesh)
+            held[index] = (*held[index][:2], scores)
+        every = [held[index][2] for index in whole_layers]
+        shared = run.share(policy, network.num_layers, held[0][0], every, total, mesh)
+        targets = [shared.pop(0) if window is None else None for window in network.windows]
     for index, (_, block, own, at) in enumerate(calls):
         cache, window = caches[index], network.windows[index]
         where = (network, policy, window, cache.ring.window, block, own, at)
         if held:
-            ranked, stored, stays = run.cut(*where, x, held[index], total, draws, mesh)
+            ranked, stored, stays = run.cut(*where, x, held[index], total, draws, mesh, targets[index])
             held[index] = ()
         else:
             lse = reading.lse[index] if reading else None
@@ -405,9 +431,9 @@ def read_layers(
 def _with_full_cache(
     state: KVState, held: Sequence[layer.Held], pieces: Sequence[tuple[np.ndarray, ...]]
 ) -> KVState:
-    """The state whose peak counts a full cache, and a piece's keys and values of a layer."""
+    """The state whose peak counts a full cache, and a piece's keys and values of a layer, if there is one."""
     k = held[0][0]
-    piece = 2 * pieces[0][0].size * k.shape[1] * k.shape[3] * k.dtype.itemsize
+    piece = 2 * pieces[0][0].size * k.shape[1] * k.shape[3] * k.dtype.itemsize if pieces else 0
     full = metrics.size(held) + piece
     return metrics.raise_peak(state, full, metrics.allocated(state.layers) + full)
 

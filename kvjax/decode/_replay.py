@@ -1,4 +1,4 @@
-"""Prompts that are fed twice: a full cache, the pieces behind it, and then the cut of all layers.
+"""Prompts that are held whole: a full cache, pieces behind it or scores beside it, the cut of all layers.
 
 Why: kvjax/DESIGN.md, 28.
 """
@@ -128,6 +128,80 @@ def replay_layer(
     return mesh.by_row(x), scores
 
 
+@functools.partial(jax.jit, static_argnames=("network", "window", "mesh"))
+def rank_layer(
+    network: Network,
+    policy: Policy,
+    window: int | None,
+    block: Params,
+    weights: Params,
+    index: Int[Array, ""],
+    x: Float[Array, "B T D"],
+    total: Int[Array, " B"],
+    seeds: UInt[Array, " B"],
+    mesh: Mesh = ONE,
+    lse: Float[Array, "B N T"] | None = None,
+) -> tuple[Float[Array, "B T D"] | None, layer.Held]:
+    """``hold_layer`` for an eviction that needs no second pass: with the scores of the prompt's tokens.
+
+    If ``lse`` is given, attention was computed before: only the projections run, and the output is None.
+    """
+    at = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    pos = jnp.where(at < total[:, None], at, EMPTY)
+    info = layer.LayerInfo(policy, weights, index, network.num_layers, window, total, seeds=seeds)
+
+    def run(info: layer.LayerInfo, heads: Heads, lse: Array | None, pos: Array) -> tuple[Array, layer.Held]:
+        out = jnp.zeros_like(heads.q)
+        if lse is None:
+            out, lse = layer.attend_prompt(heads, pos, info.total, info.window)
+        return out, layer.hold_scored(info, heads, pos, lse)
+
+    attend = layer.attention(run, lambda _: info, mesh, (pos,), lambda _: (HEADS, HEADS, HEADS))
+    carry: Any = lse
+    x, held = network.layer(block, network.windows.index(window), x, at, attend, carry)
+    return None if lse is not None else mesh.by_row(x), held
+
+
+@functools.partial(jax.jit, static_argnames=("layers", "mesh"))
+def share_slots(
+    policy: Policy,
+    layers: int,
+    k: Float[Array, "B K T H"],
+    scores: Sequence[Float[Array, "B K T"]],
+    total: Int[Array, " B"],
+    mesh: Mesh = ONE,
+) -> list[Int[Array, "B K"]]:
+    """Slots of each KV head of the layers that were scored; ``k`` is of any of them.
+
+    On a mesh the compiler adds up over devices: one threshold for all.
+    """
+    info = layer.LayerInfo(policy, {}, 0, layers, None, total)
+    targets = policy.budget.targets_of_layers(info.frame(k), total, scores)
+    return [mesh.pinned(one, HEADS) for one in targets]
+
+
+@functools.partial(jax.jit, static_argnames=("network", "mesh"))
+def score_layer(
+    network: Network,
+    policy: Policy,
+    block: Params,
+    weights: Params,
+    index: Int[Array, ""],
+    x: Float[Array, "B T D"],
+    held: layer.Held,
+    total: Int[Array, " B"],
+    seeds: UInt[Array, " B"],
+    mesh: Mesh = ONE,
+) -> Float[Array, "B K T"]:
+    """What the eviction makes of a layer after all pieces; arguments as of ``cut_layer``."""
+
+    def run(info: layer.LayerInfo, heads: Heads, held: layer.Held, pos: Array) -> tuple[Array, Array]:
+        return jnp.zeros_like(heads.q), layer.scores_of_pieces(info, heads, held, pos)
+
+    where = (network, policy, None, block, weights, index, x, held, total, seeds, mesh)
+    return _of_held(run, held, HEADS, *where)  # type: ignore[no-any-return]
+
+
 @functools.partial(jax.jit, static_argnames=("network", "window", "ring", "mesh"))
 def cut_layer(
     network: Network,
@@ -142,23 +216,47 @@ def cut_layer(
     total: Int[Array, " B"],
     seeds: UInt[Array, " B"],
     mesh: Mesh = ONE,
+    target: Int[Array, "B K"] | None = None,
 ) -> tuple[Entry, Int[Array, "B K"], Int[Array, "B K"]]:
     """The ranked tokens of a layer after all pieces, how many pages will hold, and how many stay in all.
 
-    ``x`` is any array of its shape: the layer runs for its weights alone.
+    ``x`` is any array of its shape: the layer runs for its weights alone. ``target`` is what ``share_slots``
+    says of the layer, whose ``held`` are then ``scores``.
     """
-    t = held[0].shape[2]
-    pos = jnp.where(jnp.arange(t) < total[:, None], jnp.arange(t), EMPTY)
-    info = layer.LayerInfo(policy, weights, index, network.num_layers, window, total, seeds=seeds)
 
-    def run(info: layer.LayerInfo, heads: Heads, held: layer.Held, pos: Array) -> tuple[Array, Any]:
-        ranked = layer.judge_replayed(info, heads, held, pos)
+    def run(
+        info: layer.LayerInfo, heads: Heads, carry: tuple[layer.Held, Array | None], pos: Array
+    ) -> tuple[Array, Any]:
+        ranked = layer.judge_held(info, heads, carry[0], pos, carry[1])
         counts = layer.count_stored(ranked, info.total, ring), ranked.admit.sum(axis=-1)
         return jnp.zeros_like(heads.q), (ranked, *counts)
 
-    attend = layer.attention(run, lambda _: info, mesh, (pos,), lambda _: (ENTRY, HEADS, HEADS))
-    carry: Any = held
-    at = jnp.zeros((len(x), 1), jnp.int32)
-    _, (ranked, *counts) = network.layer(block, network.windows.index(window), x[:, :1], at, attend, carry)
+    where = (network, policy, window, block, weights, index, x, held, total, seeds, mesh)
+    ranked, *counts = _of_held(run, (held, target), (ENTRY, HEADS, HEADS), *where)
     stored, stays = mesh.everywhere(counts)
     return ranked, stored, stays
+
+
+def _of_held(
+    run: Any,
+    carry: Any,
+    out: Any,
+    network: Network,
+    policy: Policy,
+    window: int | None,
+    block: Params,
+    weights: Params,
+    index: Int[Array, ""],
+    x: Float[Array, "B T D"],
+    held: layer.Held,
+    total: Int[Array, " B"],
+    seeds: UInt[Array, " B"],
+    mesh: Mesh,
+) -> Any:
+    """What ``run`` makes of a layer's full cache, with the layer's weights."""
+    t = held[0].shape[2]
+    pos = jnp.where(jnp.arange(t) < total[:, None], jnp.arange(t), EMPTY)
+    info = layer.LayerInfo(policy, weights, index, network.num_layers, window, total, seeds=seeds)
+    attend = layer.attention(run, lambda _: info, mesh, (pos,), lambda _: out)
+    at = jnp.zeros((len(x), 1), jnp.int32)
+    return network.layer(block, network.windows.index(window), x[:, :1], at, attend, carry)[1]

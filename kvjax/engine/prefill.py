@@ -118,12 +118,13 @@ class Prefill:
         return [max(pool.coarse_class(max(1, pages)), held) for pages, held in zip(need, have)]
 
     def _whole_bytes(self) -> int:
-        """Bytes of a layer that is not compressed yet; of all and a piece where the prompt is fed twice."""
+        """Bytes of a layer that is not compressed yet; of all and a piece where the prompt is held whole."""
         cache, tokens = self.structure.row.layers[0], decode.bucket(len(self.request.tokens))
         _, heads, _, dim = cache.ring.k.shape
         slot = heads * (2 * dim * cache.ring.k.dtype.itemsize + 16)
-        if self.request.policy.eviction.replays:
+        if self.request.policy.holds_prompt:
             tokens *= 1 + self.model.network.num_layers
+        if self.request.policy.eviction.replays:
             tokens += self._pieces_again()[0][0].size
         return int(tokens * slot)
 
@@ -248,6 +249,9 @@ class Prefill:
                 own.hold,
                 own.replay,
                 own.cut,
+                own.rank,
+                own.score,
+                own.share,
             ),
             missing=missing,
         )
@@ -318,8 +322,8 @@ class Prefill:
                 if self.whole:
                     where = (within, policy, network.windows[index], cache.ring.window, *call[1:])
                     seeds = jax.ShapeDtypeStruct((1,), np.uint32, sharding=placed)
-                    if policy.eviction.replays:
-                        programs += self._second_pass(within, where, x, total, seeds)
+                    if policy.holds_prompt:
+                        programs += self._held_whole(within, where, x, total, seeds)
                     else:
                         programs.append(own.prompt.program(*where, x, total, seeds, mesh, None))
                 else:
@@ -332,24 +336,36 @@ class Prefill:
                 programs.append(common.ranks.program(network, params, outputs, np.zeros(part, np.int32)))
         return programs
 
-    def _second_pass(
+    def _held_whole(
         self, network: Any, where: tuple[Any, ...], x: Any, total: Any, seeds: Any
     ) -> list[Program]:
-        """What a layer runs of a prompt that is fed twice; over several devices calls find most of it."""
+        """What a layer runs of a prompt that is held whole; over several devices calls find most of it."""
         own, mesh = self.structure, self.shapes.mesh
-        _, policy, window, _, block, _, index = where
-        hold = (network, window, block, x, total, mesh, False)
-        programs = [own.hold.program(*hold)]
+        _, policy, window, _, block, weights, index = where
+        again = policy.eviction.replays
+        hold: tuple[Any, ...] = (network, window, block, x, total, mesh, False)
+        if not again:
+            hold = (network, policy, window, block, weights, index, x, total, seeds, mesh, None)
+        programs = [(own.hold if again else own.rank).program(*hold)]
         if mesh != ONE:
             return programs
-        held = own.hold.shapes(*hold)[1]
-        rest, dim = decode.outer(self.model.params), x.shape[2]
-        tokens = self._pieces_again()[0][0]
-        y = jax.ShapeDtypeStruct((*tokens.shape, dim), x.dtype)
-        replay = (network, policy, window, block, index, y, *held, total, total, total, total, mesh)
-        programs.append(self.common.embed.program(network, rest, total, tokens, mesh))
-        programs.append(own.replay.program(*replay))
-        programs.append(own.cut.program(*where, x, held, total, seeds, mesh))
+        held, target = (own.hold if again else own.rank).shapes(*hold)[1], None
+        if again:
+            rest, dim = decode.outer(self.model.params), x.shape[2]
+            tokens = self._pieces_again()[0][0]
+            y = jax.ShapeDtypeStruct((*tokens.shape, dim), x.dtype)
+            replay = (network, policy, window, block, index, y, *held, total, total, total, total, mesh)
+            programs.append(self.common.embed.program(network, rest, total, tokens, mesh))
+            programs.append(own.replay.program(*replay))
+        if policy.budget.over_layers and window is None:
+            if again:
+                found = (network, policy, block, weights, index, x, held, total, seeds, mesh)
+                programs.append(own.score.program(*found))
+            every = [held[2]] * network.windows.count(None)
+            share = (policy, network.num_layers, held[0], every, total, mesh)
+            programs.append(own.share.program(*share))
+            target = own.share.shapes(*share)[0]
+        programs.append(own.cut.program(*where, x, held, total, seeds, mesh, target))
         return programs
 
     def _beginning(self) -> list[Program]:

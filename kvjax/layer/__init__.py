@@ -18,7 +18,7 @@ from kvjax.layer._info import LayerInfo, OfRows, arriving, observe
 from kvjax.layer._mass import accumulate_mass
 from kvjax.layer._prompt import attend_prompt, count_stored, judge, prompt, retained, store
 from kvjax.layer._read import Loaded, Partial, Read, read_pages
-from kvjax.layer._replay import Held, hold, judge_replayed, replay
+from kvjax.layer._replay import Held, hold, hold_scored, judge_held, replay, scores_of_pieces
 from kvjax.layer._rows import by_rows, stack_policies
 from kvjax.layer._step import chunk, step
 
@@ -41,8 +41,9 @@ __all__ = [
     "count_stored",
     "evict",
     "hold",
+    "hold_scored",
     "judge",
-    "judge_replayed",
+    "judge_held",
     "observe",
     "on_devices",
     "of_learned",
@@ -52,6 +53,7 @@ __all__ = [
     "replay",
     "accumulate_mass",
     "retained",
+    "scores_of_pieces",
     "stack_policies",
     "step",
     "store",

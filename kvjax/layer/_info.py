@@ -72,7 +72,8 @@ class LayerInfo:
         shown = observed if policy.budget.needs else None
         heads = self.heads.count(k.shape[1])
         place = (self.layer, self.layers, heads, slot)
-        return Frame(*place, self.confidence, policy.protected, shown, self.heads, self.total)
+        learned = self.weights("budget")
+        return Frame(*place, self.confidence, policy.protected, shown, self.heads, self.total, learned)
 
 
 def by_row(number: Any, axes: int) -> Any:
@@ -119,9 +120,9 @@ def arriving(info: LayerInfo, x: Heads, pos: Int[Array, "B T"], observed: Observ
     sink = (pos >= 0) & (pos < by_row(policy.sinks, 2))
     meta: dict[str, Array] = {}
     for part in policy.parts:
-        values = part.arrive(info.weights(part.place), observed)
-        named = {f"{part.place}.{name}": values[name] for name in part.keeps}
-        meta |= {name: x for name, x in named.items() if name in policy.keeps}
+        kept = [name for name in part.keeps if f"{part.place}.{name}" in policy.keeps]
+        values = part.arrive(info.weights(part.place), observed) if kept else {}
+        meta |= {f"{part.place}.{name}": values[name] for name in kept}
     return Entry(
         k=k,
         v=v,

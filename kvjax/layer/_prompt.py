@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -59,6 +59,18 @@ def _attended(
     return merged((partial,), x.v.dtype, x.sinks)
 
 
+def scores_of_prompt(
+    info: LayerInfo, x: Heads, pos: Int[Array, "B T"], lse: Float[Array, "B N T"]
+) -> Float[Array, "B K T"]:
+    """``scores`` of a whole prompt whose attention was computed."""
+    observed = observe(info, x, pos)
+    new = arriving(info, x, pos, observed)
+    if info.policy.eviction.needs_mass:
+        mass = _mass(info, x, new, lse, info.policy.eviction)
+        observed = dataclasses.replace(observed, values=observed.values | {"mass": mass})
+    return scores(info, new, observed)
+
+
 def judge(info: LayerInfo, x: Heads, pos: Int[Array, "B T"], lse: Float[Array, "B N T"]) -> Entry:
     """``prompt`` without its attention, of which only the lse is needed: for policies that hide nothing."""
     observed = observe(info, x, pos)
@@ -78,29 +90,12 @@ def judged(
 ) -> Entry:
     """The tokens with ``admit`` set where they are retained; ``lse`` is read where an eviction needs mass."""
     policy, pos, sliding = info.policy, observed.pos, info.window is not None
-    window, bits = _sight(info, new)
     limited, ranks, later = policy.budget.limited and not sliding, policy.eviction, policy.eviction.later
-
-    def mass_for(eviction: Eviction) -> Float[Array, "B N T"]:
-        """The attention that each token received, as the eviction counts it."""
-        assert lse is not None
-        return column_mass(
-            major(x.q),
-            new.k,
-            lse,
-            query_weights(eviction, pos),
-            q_pos=pos,
-            k_pos=pos,
-            window=window,
-            admit=bits,
-            softcap=x.softcap,
-        )
-
-    mass = mass_for(ranks) if limited and ranks.needs_mass else None
+    mass = _mass(info, x, new, lse, ranks) if limited and ranks.needs_mass else None
     if mass is not None:
         observed = dataclasses.replace(observed, values=observed.values | {"mass": mass})
     if limited and policy.tracks_mass:
-        mass = mass if later is ranks and mass is not None else mass_for(later)
+        mass = mass if later is ranks and mass is not None else _mass(info, x, new, lse, later)
         new = dataclasses.replace(new, meta=accumulate_mass(info, pos[:, None], new.meta, mass, info.total))
     keep = new.admit
     if policy.budget.limited and not sliding:
@@ -109,15 +104,60 @@ def judged(
     return dataclasses.replace(new, admit=keep, queries=kept)
 
 
-def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, "B K T"]:
-    """Which tokens stay: the protected, then those that the eviction chooses, up to the target."""
-    policy, shape = info.policy, new.admit.shape
+def _mass(
+    info: LayerInfo, x: Heads, new: Entry, lse: Float[Array, "B N T"] | None, eviction: Eviction
+) -> Float[Array, "B N T"]:
+    """The attention that each token received, as the eviction counts it."""
+    assert lse is not None
+    window, bits = _sight(info, new)
+    weights, pos = query_weights(eviction, new.pos), new.pos
+    sight: dict[str, Any] = {"window": window, "admit": bits, "softcap": x.softcap}
+    return column_mass(major(x.q), new.k, lse, weights, q_pos=pos, k_pos=pos, **sight)
+
+
+def retained(
+    info: LayerInfo,
+    new: Entry,
+    observed: Observation,
+    score: Float[Array, "B K T"] | None = None,
+    target: Int[Array, "B K"] | None = None,
+) -> Bool[Array, "B K T"]:
+    """Which tokens stay: the protected, then those that the eviction chooses, up to the target.
+
+    ``score`` and ``target`` are given where all layers had to be scored before (``Budget.over_layers``).
+    """
+    policy = info.policy
+    safe, free = _candidates(info, new)
+    observed = dataclasses.replace(observed, admitted=free | safe)
+    if score is None:
+        score = _scored(info, new, observed, safe, free)
+    frame = info.frame(new.k, observed)
+    if target is None:
+        scores = score if policy.budget.from_scores else None
+        target = policy.budget.targets(frame, info.total, scores)
+    target = jnp.maximum(target, safe.sum(axis=-1))
+    if not policy.eviction.runs:
+        score = policy.budget.secured(frame, info.total, score)
+    return policy.eviction.choose(observed, score, target) & (score > -jnp.inf)
+
+
+def scores(info: LayerInfo, new: Entry, observed: Observation) -> Float[Array, "B K T"]:
+    """What the eviction makes of a prompt's tokens: inf for the protected, -inf where one may not stay."""
+    safe, free = _candidates(info, new)
+    return _scored(info, new, dataclasses.replace(observed, admitted=free | safe), safe, free)
+
+
+def _candidates(info: LayerInfo, new: Entry) -> tuple[Bool[Array, "B 1 T"], Bool[Array, "B K T"]]:
+    """Tokens that are protected, and others that may stay."""
+    policy, pos = info.policy, new.pos[:, None, :]
     # Where the budget acts later too, the ring is live whatever it scores.
     newest = policy.ring_tokens if policy.decides_later else policy.protects
-    pos = observed.pos[:, None, :]
     safe = (pos >= 0) & ((pos < policy.sinks) | (pos >= (info.total - newest)[:, None, None]))
-    free = (pos >= 0) & new.admit & ~safe
-    observed = dataclasses.replace(observed, admitted=jnp.broadcast_to(free | safe, shape))
+    return safe, (pos >= 0) & new.admit & ~safe
+
+
+def _scored(info: LayerInfo, new: Entry, observed: Observation, safe: Array, free: Array) -> Array:
+    policy, shape, pos = info.policy, new.admit.shape, observed.pos[:, None, :]
     if policy.tracks_mass and policy.eviction.later is policy.eviction:  # as at any later step
         values = {name: new.meta[f"eviction.{name}"] for name in policy.eviction.keeps}
         slots = Slots(
@@ -126,13 +166,7 @@ def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, 
         score = policy.eviction.score(info.weights("eviction"), slots)
     else:
         score = policy.eviction.score_prompt(info.weights("eviction"), observed)
-    score = jnp.where(free, jnp.broadcast_to(score, shape), jnp.where(safe, jnp.inf, -jnp.inf))
-    frame, scores = info.frame(new.k, observed), score if policy.budget.from_scores else None
-    target = policy.budget.targets(frame, info.total, scores)
-    target = jnp.maximum(target, safe.sum(axis=-1))
-    if not policy.eviction.runs:
-        score = policy.budget.secured(frame, info.total, score)
-    return policy.eviction.choose(observed, score, target) & (score > -jnp.inf)
+    return jnp.where(free, jnp.broadcast_to(score, shape), jnp.where(safe, jnp.inf, -jnp.inf))
 
 
 def store(info: LayerInfo, cache: LayerCache, new: Entry, count: Int[Array, " B"]) -> LayerCache:

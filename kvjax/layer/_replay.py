@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from kvjax.algebra import Replay
+from kvjax.algebra import Observation, Replay
 from kvjax.cache.ring import Entry
 from kvjax.layer._info import LayerInfo, arriving, major, observe
-from kvjax.layer._prompt import judged
+from kvjax.layer._prompt import judged, retained, scores, scores_of_prompt
 from kvjax.layer._read import merged
 from kvjax.types import EMPTY, Heads
 from pallas_kernels.blockwise.api import blockwise
@@ -29,6 +29,13 @@ def hold(x: Heads) -> Held:
     """The full cache of a layer, before any piece."""
     k, v = major(x.k), major(x.v)
     return k, v, jnp.zeros(k.shape[:3], jnp.float32)
+
+
+def hold_scored(info: LayerInfo, x: Heads, pos: Int[Array, "B T"], lse: Float[Array, "B N T"]) -> Held:
+    """The full cache of a layer with scores that need no second pass."""
+    k, v, none = hold(x)
+    # The model's sliding layers take no policy beyond their window.
+    return k, v, none if info.window is not None else scores_of_prompt(info, x, pos, lse)
 
 
 def replay(
@@ -70,17 +77,34 @@ def replay(
     return out, jnp.maximum(scores, info.policy.eviction.replayed(piece))
 
 
-def judge_replayed(info: LayerInfo, x: Heads, held: Held, pos: Int[Array, "B T"]) -> Entry:
+def scores_of_pieces(info: LayerInfo, x: Heads, held: Held, pos: Int[Array, "B T"]) -> Float[Array, "B K T"]:
+    """``scores`` after all pieces; arguments as of ``judge_held``."""
+    x, observed = _shown(info, x, held, pos)
+    return scores(info, arriving(info, x, pos, observed), observed)
+
+
+def judge_held(
+    info: LayerInfo, x: Heads, held: Held, pos: Int[Array, "B T"], target: Int[Array, "B K"] | None = None
+) -> Entry:
     """The prompt's tokens with ``admit`` set where they are retained.
 
     Args:
       info: which layer.
       x: of any token: only the layer's weights are read.
-      held: after all pieces.
+      held: after all pieces; or with the tokens' ``scores``, if all layers together have a ``target``.
       pos: positions of the prompts, EMPTY for padding.
+      target: slots of each KV head.
     """
-    k, v, scores = held
+    x, observed = _shown(info, x, held, pos)
+    new = arriving(info, x, pos, observed)
+    if target is None:
+        return judged(info, x, observed, new, None)
+    return dataclasses.replace(new, admit=new.admit & retained(info, new, observed, held[2], target))
+
+
+def _shown(info: LayerInfo, x: Heads, held: Held, pos: Int[Array, "B T"]) -> tuple[Heads, Observation]:
+    """What is left of a prompt when its layers are cut."""
+    k, v, replayed = held
     x = dataclasses.replace(x, k=major(k), v=major(v))
     observed = observe(info, x, pos)
-    observed = dataclasses.replace(observed, values=observed.values | {"replayed": scores})
-    return judged(info, x, observed, arriving(info, x, pos, observed), None)
+    return x, dataclasses.replace(observed, values=observed.values | {"replayed": replayed})

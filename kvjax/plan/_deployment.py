@@ -98,7 +98,7 @@ def needs_share(policy: Policy) -> bool:
 
 def uneven(policy: Policy) -> bool:
     """Whether heads may hold different numbers of slots."""
-    return needs_share(policy) or policy.budget.from_scores
+    return needs_share(policy) or policy.budget.from_scores or bool(policy.budget.learns)
 
 
 def check(case: Deployment) -> None:

@@ -73,7 +73,7 @@ def bytes_like(case: Deployment, compiled: Compiled) -> Bytes:
     between = (compiled.program.temporary + compiled.program.outputs) * times
     if compiled.reading:  # the input of a layer exists beside its output
         between += case.device_rows * case.read_at_once * case.spec.model_dim * case.itemsize
-        between += shapes.full_cache(case) if case.policy.eviction.replays else 0
+        between += shapes.full_cache(case) if case.policy.holds_prompt else 0
     held = resident(case, reading=compiled.reading)
     return dataclasses.replace(
         held,

@@ -174,6 +174,10 @@ def prefill(case: Deployment, target: aot.Target) -> Program:
     if policy.eviction.replays:  # the first pass; a piece runs the same layer behind it
         arguments = network, case.spec.windows[0], block, x, numbers, mesh
         traced = decode.hold_layer.trace(*arguments)
+    elif policy.holds_prompt:
+        seeds = shapes.replicated(mesh, (rows,), "uint32")
+        arguments = network, policy, case.spec.windows[0], block, own, index, x, numbers, seeds, mesh
+        traced = decode.rank_layer.trace(*arguments)
     elif policy.whole_prompt:
         seeds = shapes.replicated(mesh, (rows,), "uint32")
         sizes = case.spec.windows[0], cache.ring.window

@@ -68,12 +68,14 @@ def read_every_step(case: Deployment) -> Params:
 
 
 def full_cache(case: Deployment) -> int:
-    """Bytes that a device holds of prompts that are fed twice.
+    """Bytes that a device holds of prompts that are held whole.
 
-    That is keys, values and scores of all layers, and a piece's keys and values of one, at most as many.
+    That is keys, values and scores of all layers; where a prompt is fed twice, also a piece's keys and values
+    of one, at most as many.
     """
     slot = 2 * case.spec.head_dim * case.itemsize
-    return case.device_heads * case.read_at_once * (case.spec.num_layers * (slot + 4) + slot)
+    piece = slot if case.policy.eviction.replays else 0
+    return case.device_heads * case.read_at_once * (case.spec.num_layers * (slot + 4) + piece)
 
 
 # --- slots ---------------------------------------------------------------------------------------
@@ -112,7 +114,7 @@ def _target(case: Deployment, index: int) -> float:
     k: Any = jax.ShapeDtypeStruct((1, spec.num_kv_heads, 1, spec.head_dim), jnp.dtype(case.dtype))
     info = layer.LayerInfo(case.policy, {}, index, case.depth or spec.num_layers, None, total)
     length = jnp.full((1,), case.context, jnp.int32)
-    if budget.from_scores:
+    if budget.from_scores or budget.learns:
         return float(np.asarray(budget.layer_mean(info.frame(k), length))[0])
     return float(np.asarray(budget.targets(info.frame(k), length, None)).max())
 

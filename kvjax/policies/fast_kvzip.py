@@ -13,7 +13,7 @@ and the sinks, averaged over the group:
   score = mean_g exp(q_g k / sqrt(d) + b_g) / (exp(q_g k / sqrt(d) + b_g) + sum_s exp(q_g s / sqrt(d))).
 
 The authors' training script adds b twice; their inference, kvpress and we add it once. They cut all
-layers by one threshold; here heads of one layer compete (``ada``), which kvpress calls ``layerwise``.
+layers by one threshold (``overall``); where heads of one layer compete (``ada``), kvpress says ``layerwise``.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _sizes(network: Any) -> tuple[int, int, int, int]:
     return width, network.num_kv_heads, group, network.num_layers
 
 
-PRESETS = {"fast-kvzip": "fast_kvzip + ada(0.25, floor=0)"}
+PRESETS = {"fast-kvzip": "fast_kvzip + overall(0.25)"}
 
 EXAMPLES = (
     Policy(eviction=FastKVzip(sinks=2), budget=Ada(20, floor=0)),

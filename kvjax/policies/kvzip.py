@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.algebra import (
+    FIRST,
     Argument,
     Eviction,
     Observation,
@@ -142,9 +143,7 @@ class KVzip(Eviction):
         return jnp.zeros((rows, heads, t), jnp.float32).at[b, n, place].set(best, mode="drop")
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
-        score = observed.replayed
-        highest = observed.heads.largest(score.max(axis=2, keepdims=True))
-        return jnp.where(observed.pos[:, None, :] < self.sinks, highest + 1, score)
+        return jnp.where(observed.pos[:, None, :] < self.sinks, FIRST, observed.replayed)
 
 
 def _most(
@@ -181,7 +180,7 @@ def _most(
     return jax.lax.fori_loop(0, len(starts), lambda i, best: of_block(starts[i], best), none)
 
 
-PRESETS = {"kvzip": "kvzip + uniform(0.25)", "kvzip-plus": "kvzip(output=True) + uniform(0.25)"}
+PRESETS = {"kvzip": "kvzip + overall(0.25)", "kvzip-plus": "kvzip(output=True) + overall(0.25)"}
 
 EXAMPLES = (
     "kvzip(16, sinks=2, instruction=(5, 7, 9)) + uniform(24)",

@@ -33,7 +33,10 @@ def _parser() -> cli.Parser:
     verbs = parser.add_subparsers(dest="verb", metavar="convert | random", required=True)
     theirs = verbs.add_parser("convert", help="published weights to a safetensors file")
     theirs.add_argument(
-        "file", metavar="FILE", type=Path, help="WG-KV or Fast KVzip: .pt; KVzap: model.safetensors"
+        "file",
+        metavar="FILE",
+        type=Path,
+        help="WG-KV or Fast KVzip: .pt; KVzap: model.safetensors; LU-KV: .npy",
     )
     theirs.add_argument(
         "--lambda", dest="weight", metavar="X", help="of WG-KV, for the notes (default: as named)"

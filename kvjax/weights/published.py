@@ -19,6 +19,9 @@ with the tensors of one layer each; the authors' losses beside it are not read. 
   q_norm.weight, k_norm.weight   [d]                    scale_q, scale_k
   k_base                         [K, 1, S, d]           sinks [K, S, d]
   b                              [K, 1, G]              b [K, G]
+
+LU-KV (github.com/baidu-baige/LU-KV, evaluation/curve_data, *.npy): shares [99, L, K] that are removed of each
+head when 1 to 99 % go: removed [K, 99] of a layer.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import ml_dtypes  # noqa: F401  teaches NumPy the name "bfloat16"
 import numpy as np
 
 from kvjax.algebra import Part, PolicyError
+from kvjax.budgets.lu_kv import LUKV, SHARES
 from kvjax.policies.fast_kvzip import FastKVzip
 from kvjax.policies.kvzap import KVzap
 from kvjax.policies.wg_kv import WriteGate
@@ -61,6 +65,8 @@ def convert(file: Path, model: str, out: Path, weight: str | None = None) -> tup
     layers_of: Callable[[Any, Network, str], list[Params]]
     if file.suffix == ".safetensors":
         part, tensors, layers_of, preset = KVzap(), _read_safetensors(file), kvzap_layers, "kvzap"
+    elif file.suffix == ".npy":
+        part, tensors, layers_of, preset = LUKV(), _read_array(file), lu_kv_layers, "lu-kv"
     else:
         saved = read_saved(file, beside=True)
         if isinstance(saved, dict) and "module" in saved:
@@ -145,6 +151,22 @@ def fast_kvzip_layers(saved: Any, network: Network, source: str) -> list[Params]
     return _fitting(FastKVzip(), layers, network, source)
 
 
+def lu_kv_layers(table: np.ndarray, network: Network, source: str) -> list[Params]:
+    """LU-KV's table as ``kvjax.budgets.lu_kv`` reads it, float32, one dict a layer.
+
+    Raises:
+      WeightsError: another shape, or numbers that are no shares.
+    """
+    shape = SHARES, network.num_layers, network.num_kv_heads
+    if table.shape != shape or not ((table >= 0) & (table <= 1)).all():
+        raise WeightsError(
+            f"{source} holds an array of shape {table.shape}; a table of LU-KV for a model of "
+            f"{network.num_layers} layers of {network.num_kv_heads} KV heads has shares from 0 to 1 of shape "
+            f"{shape}. Give the table that was made for the model."
+        )
+    return [{"removed": np.asarray(layer, np.float32)} for layer in np.moveaxis(table, 0, -1)]
+
+
 def _fitting(part: Part, layers: Sequence[Params], network: Network, source: str) -> list[Params]:
     """The layers, if they are the model's."""
     if len(layers) != network.num_layers:
@@ -169,3 +191,12 @@ def _read_safetensors(file: Path) -> dict[str, np.ndarray]:
         raise WeightsError(f"{file} cannot be read ({error.strerror or error}). Check the path.") from error
     except SafetensorError as error:
         raise WeightsError(f"{file} is not a safetensors file ({error}). Download it again.") from error
+
+
+def _read_array(file: Path) -> np.ndarray:
+    try:
+        return np.asarray(np.load(file, allow_pickle=False))
+    except OSError as error:
+        raise WeightsError(f"{file} cannot be read ({error.strerror or error}). Check the path.") from error
+    except ValueError as error:
+        raise WeightsError(f"{file} is not an array of numbers ({error}). Download it again.") from error

@@ -53,7 +53,7 @@ ONE_PER_PLACE = (
     kvjax.policy("snapkv(8) + uniform(24, every(4))"),
     kvjax.policy("snapkv(8) + then(knorm) + uniform(24, every(4))"),
     kvjax.policy("expected_attention(16) + critical + ada(0.5)"),
-    kvjax.policy("kvzip(20, sinks=2, output=True, instruction=(5, 7)) + uniform(0.5)"),
+    kvjax.policy("kvzip(20, sinks=2, output=True, instruction=(5, 7)) + overall(0.5)"),
     Policy(selection=NearestPages(0.5)),
 )
 """All six places, a wrapper, a second pass, and a selection whose number is traced."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -85,9 +86,10 @@ def scores(prompt: list[int], size: int, sinks: int, output: bool) -> np.ndarray
     return best
 
 
-def kept(policy: str) -> np.ndarray:
+def kept(policy: str, weights: Any = None) -> np.ndarray:
     """Which tokens stay [L, B, K, T]."""
-    state, _ = kvjax.prefill(tiny.model(), policy, PROMPTS, context=tiny.CONTEXT, page=tiny.PAGE)
+    options: dict[str, Any] = {"context": tiny.CONTEXT, "page": tiny.PAGE, "weights": weights}
+    state, _ = kvjax.prefill(tiny.model(), policy, PROMPTS, **options)
     bits = np.array(metrics.present(state))
     for layer, cache in enumerate(state.layers):  # the ring holds the newest, kept or not
         at = tiny.places(state.length, cache.ring.window)
