@@ -59,6 +59,7 @@ from kvjax.decode._checks import (
     read_policy,
     read_prompts,
 )
+from kvjax.decode._draft_length import best_length, gain
 from kvjax.decode._generate import Generation, generate, stream
 from kvjax.decode._loop import DecodeRows, decode_loop, decode_steps
 from kvjax.decode._placement import on_mesh
@@ -92,6 +93,7 @@ __all__ = [
     "Remark",
     "RequestError",
     "after_chunk",
+    "best_length",
     "bucket",
     "check_continues",
     "check_space",
@@ -107,6 +109,7 @@ __all__ = [
     "empty_layers",
     "extend",
     "hold_layer",
+    "gain",
     "generate",
     "last_logits",
     "layer_calls",
