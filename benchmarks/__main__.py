@@ -75,7 +75,10 @@ def _drafts(options: arguments.Drafts, words: Sequence[str]) -> None:
     from benchmarks.random_model import SIZES, STORED
     from kvjax.models import published
 
-    sizes = {name: (SIZES.get(name) or published.spec(name), STORED.get(name, "bfloat16")) for name in options.models}
+    sizes = {
+        name: (SIZES.get(name) or published.spec(name), STORED.get(name, "bfloat16"))
+        for name in options.models
+    }
     cells = [(context, batch) for context in options.contexts for batch in options.batches]
     rows = []
     for row in drafts.rows(sizes, options.drafts, cells):

@@ -77,7 +77,11 @@ class Drafts(_Rows):
 
     models: tuple[str, ...] = option(DRAFTED, "models", choices=DRAFTED, flag="--size")
     drafts: tuple[str, ...] = option(
-        ("quest(chunks=8)", "topk(0.01)"), "a selection; several times", "SPEC", action="append", flag="--draft"
+        ("quest(chunks=8)", "topk(0.01)"),
+        "a selection; several times",
+        "SPEC",
+        action="append",
+        flag="--draft",
     )
     contexts: tuple[int, ...] = option((8192, 32768, 131072), "tokens that a row has seen", flag="--context")
     batches: tuple[int, ...] = option((1, 4, 8), "rows", flag="--batch")

@@ -1,8 +1,8 @@
 """What drafts can gain, on paper: bytes of weights and of keys and values that each kind of step loads.
 
-A plain step loads all weights and the whole cache, a draft step all weights and what its selection visits and
-ranks by, verification what a plain step loads. So d = (weights + selected) / (weights + cache) and v = 1: times of
-devices on which a step takes as long as its bytes, whatever their number and bandwidth.
+A plain step loads all weights and the whole cache, a draft step all weights and what its selection visits
+and ranks by, verification what a plain step loads. So d = (weights + selected) / (weights + cache) and v = 1:
+times of devices on which a step takes as long as its bytes, whatever their number and bandwidth.
 """
 
 from __future__ import annotations
@@ -73,10 +73,14 @@ def rows(
                 gains = {str(a): round(gain(a, k, one["draft"], one["verify"]), 2) for a, k in best.items()}
                 where = {"model": name, "draft": selection, "context": context, "rows": batch}
                 share = one["cache"] / (one["weights"] + one["cache"])
-                yield where | {"cache_share": share, "d": one["draft"], "v": one["verify"]} | {
-                    "gain": gains,
-                    "length": {str(a): k for a, k in best.items()},
-                }
+                yield (
+                    where
+                    | {"cache_share": share, "d": one["draft"], "v": one["verify"]}
+                    | {
+                        "gain": gains,
+                        "length": {str(a): k for a, k in best.items()},
+                    }
+                )
 
 
 def line(row: dict[str, Any]) -> str:

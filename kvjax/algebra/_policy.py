@@ -318,6 +318,12 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             f"(sinks={p.sinks}, newest={protected - p.sinks}). Raise the budget to at least {protected}, or "
             "protect fewer."
         )
+    if p.selection.drafts is not None and p.decides_later:
+        raise PolicyError(
+            f"{p.selection!r}: what is drafted is written only when it is verified, and {p.budget!r} would "
+            "evict between the drafted tokens, so one read could not verify them. Use a budget with "
+            "when=after_prompt, or leave the draft out."
+        )
     if not p.selection.idle and p.exact_slots(window or p.ring_tokens):
         raise PolicyError(
             f"{p.selection!r} chooses from one list of pages, but {p.storage!r} with {p.budget!r} holds two: "
@@ -331,7 +337,7 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             f"newest {p.protects} tokens of {p.eviction!r} are protected: no slot is left to rank. Protect "
             "fewer, or raise tight."
         )
-    if not p.completion.idle and not p.selection.idle and not p.storage.exact:
+    if not p.completion.idle and p.selection.acts and not p.storage.exact:
         raise PolicyError(
             f"{p.storage!r} does not work with {p.completion!r} and {p.selection!r}: a page's scale grows "
             "after its tokens were absorbed, so a read would subtract other values than were added. Use "
@@ -347,7 +353,7 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             f"{p.completion!r} would count twice beside {p.selection!r}, whose estimate already represents "
             "the unread tokens. Leave one of them out."
         )
-    drops = p.selection.idle and p.admission.idle and not p.budget.limited
+    drops = not p.selection.acts and p.admission.idle and not p.budget.limited
     if not p.completion.idle and drops:
         raise PolicyError(
             f"{p.completion!r} represents what a read leaves out, and this policy leaves nothing out. Add a "

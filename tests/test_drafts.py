@@ -1,0 +1,192 @@
+"""Drafts lose nothing: text, positions and bytes are those of plain decoding, whatever is drafted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import kvjax
+from kvjax import decode, layer
+from kvjax.algebra import Policy, PolicyError
+from kvjax.decode import RequestError, _draft, best_length, gain
+from kvjax.decode._draft_length import AGAIN, DraftLength
+from kvjax.layer import LayerInfo
+from kvjax.types import Heads
+
+QUEST, TOPK = "quest(chunks=1, chunk=4, dense=0, recent=8)", "topk(2, sinks=2, tail=6)"
+PROMPTS = [tiny.prompt(20, 1), tiny.prompt(33, 2), tiny.prompt(27, 3)]
+SHAPE = {"page": tiny.PAGE, "chunk_size": 16}
+
+
+@pytest.fixture(autouse=True)
+def longest(monkeypatch):
+    """Drafts are as long as they may be, in pieces of 64 tokens: no clock decides what is tested."""
+    monkeypatch.setattr(DraftLength, "tokens", lambda self, every: every)
+    monkeypatch.setattr(DraftLength, "saw", lambda self, *seen: None)
+
+
+CASES = [
+    ("full", f"draft({QUEST}, most=3)"),
+    ("write_gate(0.5, window=8) + phi(4) + int8", TOPK),
+    pytest.param("snapkv(8) + uniform(24) + sinks(2)", QUEST, marks=pytest.mark.slow),
+    pytest.param("window(8) + sinks(2)", QUEST, marks=pytest.mark.slow),
+    pytest.param(
+        "write_gate(0.5, window=8)", "topk_pages(4, chunk=4, sinks=2, tail=6)", marks=pytest.mark.slow
+    ),
+    pytest.param("kivi(4, recent=6, group=4)", QUEST, marks=pytest.mark.slow),
+    pytest.param("int4(8)", "magicpig(3, tables=12, sinks=2, tail=6)", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("spec", "draft"), CASES)
+def test_text_and_state_are_those_of_plain_decoding(spec, draft):
+    """Three rows that accept different counts, one of which ends at a stop token inside a draft."""
+    policy = decode.with_draft(kvjax.policy(spec), draft)
+    write = functools.partial(
+        kvjax.generate, tiny.model(), weights=tiny.weights(policy), max_new_tokens=21, **SHAPE
+    )
+    free = write(spec, PROMPTS, stops=()).tokens
+    stop = free[1][9]
+    for temperature in (0.0, 0.9):
+        how = {"temperature": temperature, "repetition_penalty": 1.1, "stops": [stop], "seed": 5}
+        drafted = write(spec, PROMPTS, draft=draft, **how)
+        assert drafted.tokens == write(spec, PROMPTS, **how).tokens
+        assert 0 < drafted.accepted < drafted.drafted, "all or none was accepted: the test says little"
+    plain = _plain(policy, PROMPTS, [stop])
+    drafted = write(policy, PROMPTS, stops=[stop])
+    assert drafted.tokens == plain.tokens
+    same_state(drafted.state, plain.state)
+
+
+def _plain(policy, prompts, stops):
+    """Under the same policy, without drafts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_draft.Drafter, "of", staticmethod(lambda policy: None))
+        return kvjax.generate(
+            tiny.model(),
+            policy,
+            prompts,
+            weights=tiny.weights(policy),
+            max_new_tokens=21,
+            stops=stops,
+            **SHAPE,
+        )
+
+
+def same_state(one, other):
+    """Page tables, lengths and positions are equal; numbers up to what many tokens at once round."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
+        if np.issubdtype(a.dtype, np.floating):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+        elif a.dtype == np.int8:  # a code at half a step may go either way
+            assert np.abs(np.asarray(a, int) - np.asarray(b, int)).max(initial=0) <= 1
+        else:
+            np.testing.assert_array_equal(a, b)
+
+
+LAYERS = [
+    Policy(admission=tiny.HashAdmit()),
+    kvjax.policy("int8 + phi(4) + write_gate(0.5, window=8)"),
+    kvjax.policy("kivi(2, recent=8, group=4)"),
+]
+
+
+@pytest.mark.parametrize("policy", LAYERS, ids=repr)
+def test_a_layer_verifies_and_writes_what_steps_do(policy):
+    """Of the same heads: outputs of the accepted tokens to rounding, all bytes of the cache exactly."""
+    policy = dataclasses.replace(policy, selection=kvjax.policy(f"draft({QUEST})").selection)
+    state, _ = tiny.read(policy, PROMPTS, 16)
+    cache, length = state.layers[0], state.length
+    learned = {p.place: p.at_layer(tiny.weights(policy)[p.place], 0) for p in policy.learned}
+    info = LayerInfo(policy, learned, 0, 2, None, state.total)
+    random = np.random.default_rng(4)
+    draw = lambda n: jnp.asarray(random.standard_normal((3, 5, n, 8)), jnp.float32)  # noqa: E731
+    q, k, v = draw(4), draw(2), draw(2)
+    pre = draw(2)
+
+    def heads(part):
+        fields = {"q": q, "k": k, "v": v, "q_pre": q, "k_pre": pre}
+        return Heads(**{name: x[:, part] for name, x in fields.items()}, hidden=None)
+
+    fed, accepted = jnp.asarray([5, 3, 4]), jnp.asarray([5, 0, 2])
+    out, new = jax.jit(lambda cache: layer.verify(info, heads(slice(0, 5)), cache, length, fed))(cache)
+    written = jax.jit(lambda cache, new: layer.write(info, None, (cache, new), length, accepted))(cache, new)
+
+    step = jax.jit(lambda x, cache, length, active: layer.step(info, x, cache, length, active))
+    for i in range(5):
+        active = i < accepted
+        right, (cache, _) = step(heads(slice(i, i + 1)), cache, length + jnp.minimum(i, accepted), active)
+        for row in np.flatnonzero(active):
+            np.testing.assert_allclose(out[row, i], right[row, 0], rtol=2e-5, atol=2e-5)
+    for a, b in zip(jax.tree.leaves(written), jax.tree.leaves(cache)):
+        np.testing.assert_array_equal(a, b)
+    assert any(page.length.sum() > 0 for page in cache.pools), "nothing left the window"
+
+
+def test_a_draft_ends_where_its_text_and_the_context_end():
+    """To the last position of the model, in pieces that are shorter than a draft."""
+    prompt = [tiny.prompt(256 - 12, 4), tiny.prompt(200, 5)]
+    plain = kvjax.generate(tiny.model(), "full", prompt, max_new_tokens=12, **SHAPE)
+    policy = kvjax.policy(f"draft({QUEST}, most=3)")
+    state, logits = kvjax.prefill(tiny.model(), policy, prompt, context=256, **SHAPE)
+    pieces = kvjax.stream(tiny.model(), policy, state, logits, max_new_tokens=12, every=2)
+    assert np.concatenate([p for p, _ in pieces], axis=1).tolist() == plain.tokens
+
+
+def test_what_cannot_be_drafted_for_is_refused():
+    with pytest.raises(PolicyError, match="one read could not verify.*after_prompt"):
+        kvjax.policy(f"tova + uniform(24, every_step) + draft({QUEST})")
+    with pytest.raises(PolicyError, match="nothing drafts"):
+        kvjax.policy("draft")
+    for draft in ("int8", "full", "quest(2) + int8", 3):
+        with pytest.raises(PolicyError, match="not a selection"):
+            decode.with_draft(kvjax.policy("full"), draft)
+    with pytest.raises(PolicyError, match="stands where the draft would"):
+        decode.with_draft(kvjax.policy("topk"), "quest")
+    state, logits = kvjax.prefill(tiny.model(), "full", PROMPTS, context=64, **SHAPE)
+    with pytest.raises(RequestError, match=r"prefill under 'draft\(quest\)'"):
+        kvjax.stream(tiny.model(), "full", state, logits, draft="quest", max_new_tokens=4)
+
+
+def test_a_draft_is_written_as_text():
+    policy = kvjax.policy(f"int8 + draft({QUEST}, most=2)")
+    assert kvjax.policy(repr(policy)) == policy
+    assert decode.with_draft(kvjax.policy("int8"), f"draft({QUEST}, most=2)") == policy
+    assert decode.with_draft(kvjax.policy("int8"), policy.selection.drafts).selection.most == 4
+    assert not policy.selection.acts
+
+
+def test_the_gain_counts_every_outcome():
+    """Against enumeration: which of k drafted tokens would stand, each with its probability."""
+    a, k, d, v = 0.7, 3, 0.4, 1.2
+    written = 0.0
+    for outcome in itertools.product([0, 1], repeat=k):
+        stands = next((i for i, one in enumerate(outcome) if not one), k)
+        written += np.prod([a if one else 1 - a for one in outcome]) * (stands + 1)
+    assert gain(a, k, d, v) == pytest.approx(written / (k * d + v))
+    assert best_length(0.8, 0.93, 1.0, 8) == 0  # 0.5B at 8,192 tokens: nothing to gain
+    assert best_length(0.8, 0.33, 1.0, 8) == 3
+
+
+@pytest.mark.parametrize(("accepted", "draft", "chosen"), [(0.9, 0.3, 4), (0.2, 0.3, 0), (0.8, 0.95, 0)])
+def test_the_length_of_drafts_follows_what_is_measured(monkeypatch, accepted, draft, chosen):
+    monkeypatch.undo()
+    length, told = DraftLength(4), []
+    for piece in range(AGAIN + 2):
+        told.append((length.next, length.tokens(64)))
+        seconds = None if piece == 0 else 10 * (length.next * draft + 1)
+        length.saw(
+            length.next, 10, 100 * bool(length.next), round(100 * accepted) * bool(length.next), seconds
+        )
+    assert told[:4] == [(4, 16), (4, 16), (0, 16), (2, 16)]
+    assert set(told[4:AGAIN]) == {(chosen, 64)}
+    assert told[AGAIN] == ((0 if chosen else 4), 16)
+    assert told[AGAIN + 1] == (chosen, 64)
