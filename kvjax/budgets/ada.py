@@ -25,16 +25,22 @@ class Ada(amounts.Sized):
     Attributes:
       amount: the mean over the KV heads of a layer; slots per head, share kept, or bytes of a row.
       floor: share of the mean that every head keeps whatever its scores (the paper's alpha).
-      when: only ``after_prompt``, since it compares the scores of the whole prompt.
+      when, prompt: as in ``uniform``; whenever it acts, all that the heads hold is compared.
     """
 
     name = "ada"
-    arguments = {"amount": amounts.Size(), "floor": Number(0, 1), "when": amounts.Time()}
+    arguments = {
+        "amount": amounts.Size(),
+        "floor": Number(0, 1),
+        "when": amounts.Time(),
+        "prompt": amounts.OfPrompt(),
+    }
     traced = ("amount", "floor")
     from_scores = True
     amount: amounts.Amount = 0.25
     floor: float = 0.2
     when: When = "after_prompt"
+    prompt: str = "cut"
 
     def leaves(self) -> dict[str, Any]:
         return {"limit": self.limit, "floor": self.floor}
@@ -45,17 +51,20 @@ class Ada(amounts.Sized):
         return self.tokens
 
     def smallest(self, frame: Frame, length: int) -> int:
-        return int(self.limit.slots_on_host(frame, length) + 0.5)
+        return length if self.spares_prompt else int(self.limit.slots_on_host(frame, length) + 0.5)
 
     def layer_mean(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The amount, rounded to the nearest slot (halves up)."""
-        return jnp.floor(self.limit.slots(frame, length) + 0.5).astype(jnp.int32)
+        """What is spared, and the amount, rounded to the nearest slot (halves up)."""
+        kept = self.spared(frame, length)
+        return kept + jnp.floor(self.limit.slots(frame, length - kept) + 0.5).astype(jnp.int32)
 
     def secured(
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"]
     ) -> Float[Array, "B K T"]:
         """A head's guaranteed tokens come first in the layer's order, whatever the scores of the others."""
-        guaranteed = jnp.floor(self.layer_mean(frame, length) * self.floor).astype(jnp.int32)
+        kept = self.spared(frame, length)
+        mean = self.layer_mean(frame, length) - kept
+        guaranteed = kept + jnp.floor(mean * self.floor).astype(jnp.int32)
         safe = (_rank(scores) < guaranteed[:, None, None]) & (scores > -jnp.inf)
         return jnp.where(safe, jnp.inf, scores)
 
