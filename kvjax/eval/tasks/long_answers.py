@@ -1,10 +1,10 @@
 """Tasks whose answers are long, teacher-forced: the answer itself states what it needs later.
 
-said_pairs: a short text in front; the answer states word pairs, goes on with book text, and at the end, 500 to
-1,500 tokens later where there is room, each key comes once more. listed_pairs: pairs in front, which the answer
-writes out again in their order; book text and keys follow, as above, and a key then stands twice before: in the
-prompt, and in the answer. A value counts when all its tokens are the likeliest. The tag ``answer`` is the
-length of the answer in tokens.
+said_pairs: a short text in front; the answer states word pairs, goes on with book text, and at the end, 500
+to 1,500 tokens later where there is room, each key comes once more. listed_pairs: pairs in front, which the
+answer writes out again in their order; book text and keys follow, as above, and a key then stands twice
+before: in the prompt, and in the answer. A value counts when all its tokens are the likeliest. The tag
+``answer`` is the length of the answer in tokens.
 """
 
 from __future__ import annotations
