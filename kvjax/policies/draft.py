@@ -119,5 +119,5 @@ class Draft(Selection):
 
 EXAMPLES = (
     "draft(quest(chunks=3, chunk=4, dense=1, recent=8))",
-    "draft(topk(5, sinks=2, tail=6), most=2) + int8(8)",
+    "draft(topk(5, sinks=2, tail=6), most=2)",
 )
