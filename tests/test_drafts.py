@@ -21,6 +21,7 @@ from kvjax.layer import LayerInfo
 from kvjax.types import Heads
 
 QUEST, TOPK = "quest(chunks=1, chunk=4, dense=0, recent=8)", "topk(2, sinks=2, tail=6)"
+PAGES = "topk_pages(4, chunk=4, sinks=2, tail=6)"
 PROMPTS = [tiny.prompt(20, 1), tiny.prompt(33, 2), tiny.prompt(27, 3)]
 CODE = 0.05
 """A code at half a step may go either way; keys and values of the tiny model reach about 5."""
@@ -44,7 +45,8 @@ CASES = [
             ("snapkv(8) + uniform(24) + sinks(2)", QUEST),
             ("window(8) + sinks(2)", QUEST),
             ("write_gate(0.5, window=8)", PAGES),
-            ("kivi(4, recent=6, group=4)", QUEST),
+            ("kivi(4, recent=6, group=4)", QUEST),  # a ring of six, which the draft may not widen
+            ("knorm + uniform(16)", QUEST),
             ("full", "magicpig(3, tables=12, sinks=2, tail=6)"),
         )
     ),
@@ -168,6 +170,9 @@ def test_a_draft_is_written_as_text():
     assert decode.with_draft(kvjax.policy("int8"), f"draft({QUEST}, most=2)") == policy
     assert decode.with_draft(kvjax.policy("int8"), policy.selection.drafts).selection.most == 4
     assert not policy.selection.acts
+    assert policy.window(512) == kvjax.policy("int8").window(512) == 128
+    assert kvjax.policy("int8(8) + draft(quest(recent=64))").window(512) == 8
+    assert kvjax.policy("draft(quest(recent=64))").window(512) == 64
 
 
 def test_the_gain_counts_every_outcome():

@@ -189,7 +189,16 @@ class Policy:
         Without those that storage holds exactly if the budget acts while decoding, since they may be evicted.
         """
         exact = 0 if self.decides_later else self.storage.recent
-        return max(self.protects, exact, self.selection.recent, 1)
+        return max(self.protects, exact, self.read_exactly, 1)
+
+    @property
+    def read_exactly(self) -> int:
+        """Newest tokens that the ring holds for the selection.
+
+        None for one that drafts, where a longer ring would show: in codes, and in what a cut prompt drops.
+        """
+        hidden = self.storage.exact and self.on_arrival and self.admission.idle
+        return self.selection.recent if self.selection.drafts is None or hidden else 0
 
     def exact_slots(self, window: int) -> int:
         """Paged slots that a KV head holds in the model's own dtype before storage encodes older ones.
@@ -311,7 +320,7 @@ def _refuse_illegal_pairs(p: Policy) -> None:
                 f"{newest}. Protect at most {window}, or widen the window."
             )
     least = p.budget.least_beside(p.protected)
-    protected = p.sinks + max(p.protects, exact, p.selection.recent, window or 0)
+    protected = p.sinks + max(p.protects, exact, p.read_exactly, window or 0)
     if least is not None and least < max(protected, 1):
         raise PolicyError(
             f"{p.budget!r} leaves a KV head {least} slots, fewer than the {protected} protected tokens "
@@ -326,9 +335,9 @@ def _refuse_illegal_pairs(p: Policy) -> None:
         )
     if p.selection.drafts is not None and p.selection.splits and not p.storage.exact:
         raise PolicyError(
-            f"{p.selection!r} keeps the prompt's ends in pages of their own, and {p.storage!r} rounds a token by "
-            "what shares its page: the text would not be that of the policy without a draft. Draft with sinks=0 "
-            "and tail=0, as quest does, or use native storage."
+            f"{p.selection!r} keeps the prompt's ends in pages of their own, and {p.storage!r} rounds a token "
+            "by what shares its page: the text would not be that of the policy without a draft. Draft with "
+            "sinks=0 and tail=0, as quest does, or use native storage."
         )
     if not p.selection.idle and p.exact_slots(window or p.ring_tokens):
         raise PolicyError(
