@@ -335,8 +335,8 @@ def _refuse_illegal_pairs(p: Policy) -> None:
         )
     if p.selection.drafts is not None and p.selection.splits and not p.storage.exact:
         raise PolicyError(
-            f"{p.selection!r} keeps the prompt's ends in pages of their own, and {p.storage!r} rounds a token "
-            "by what shares its page: the text would not be that of the policy without a draft. Draft with "
+            f"{p.selection!r} keeps the prompt's ends in pages of their own, and {p.storage!r} rounds tokens "
+            "by what shares their page: the text would not be that of the policy without a draft. Draft with "
             "sinks=0 and tail=0, as quest does, or use native storage."
         )
     if not p.selection.idle and p.exact_slots(window or p.ring_tokens):
