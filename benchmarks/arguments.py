@@ -77,7 +77,7 @@ class Drafts(_Rows):
 
     models: tuple[str, ...] = option(DRAFTED, "models", choices=DRAFTED, flag="--size")
     drafts: tuple[str, ...] = option(
-        ("quest(chunks=8)", "topk(0.01)"),
+        ("quest(chunks=8, dense=0)", "quest(chunks=8)", "topk(0.01)"),
         "a selection; several times",
         "SPEC",
         action="append",

@@ -87,6 +87,6 @@ def line(row: dict[str, Any]) -> str:
     """A row as text: the gain at each acceptance, behind it the length of draft that reaches it."""
     gains = "  ".join(f"a={a} {x:5.2f} (k={row['length'][a]})" for a, x in row["gain"].items())
     return (
-        f"{row['model']:13} {row['draft']:16} {row['context']:7} x {row['rows']:<2} "
+        f"{row['model']:13} {row['draft']:24} {row['context']:7} x {row['rows']:<2} "
         f"KV {row['cache_share']:4.0%}  d={row['d']:.2f}  {gains}"
     )

@@ -13,6 +13,8 @@ import pytest
 import tiny
 
 import kvjax
+from benchmarks import drafts
+from benchmarks.random_model import SIZES
 from kvjax import decode, layer
 from kvjax.algebra import Policy, PolicyError
 from kvjax.decode import RequestError, _draft, best_length, gain
@@ -201,3 +203,16 @@ def test_the_length_of_drafts_follows_what_is_measured(monkeypatch, accepted, dr
     assert set(told[4:AGAIN]) == {(chosen, 64)}
     assert told[AGAIN] == ((0 if chosen else 4), 16)
     assert told[AGAIN + 1] == (chosen, 64)
+
+
+def test_the_table_counts_the_bytes_of_a_step():
+    """0.5B at 8,192 tokens and one row gains nothing; at 32,768 tokens and eight rows it does."""
+    spec = {"0.5b": (SIZES["0.5b"], "bfloat16")}
+    small, large = drafts.rows(spec, ["quest(chunks=8, dense=0)"], [(8192, 1), (32768, 8)])
+    # 24 layers of keys and values of two heads of 64 channels in bfloat16, and 494 M weights.
+    weights, cache = 2 * 494.03e6, 24 * 2 * 2 * 64 * 2 * 8192
+    assert small["cache_share"] == pytest.approx(cache / (weights + cache), rel=1e-3)
+    # Eight chunks of 16, the window of 64, and a range of two float32 a channel for every 16 tokens.
+    read = 24 * 2 * (2 * 64 * 2 * (8 * 16 + 64) + 2 * 64 * 4 * (8192 - 64) / 16)
+    assert small["d"] == pytest.approx((weights + read) / (weights + cache), rel=1e-3)
+    assert small["gain"]["0.8"] < 1 < large["gain"]["0.8"]
