@@ -89,7 +89,7 @@ def bounds(argument: Argument) -> tuple[list[Any], list[Any]]:
         Instruction: (["a", "a" * 200, (0,), (7,) * 200], ["", "a" * 201, (), (-1,), (True,), [5], 5]),
         Held: ([KNorm()], [KeepRecent(), 1]),
         Ranking: ([KNorm()], [KeepRecent(), Critical(of=KNorm()), 1]),
-        Drafting: ([TopK()], [SelectAll(), Draft(of=TopK()), KNorm(), 1]),
+        Drafting: ([TopK()], [SelectAll(), Draft(by=TopK()), KNorm(), 1]),
     }[type(argument)]
 
 

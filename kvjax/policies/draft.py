@@ -37,12 +37,12 @@ class Drafting(OfPlace):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Draft(Selection):
-    """Plain reads visit everything. ``generate`` and ``stream`` draft by ``of`` and verify by a plain read.
+    """Plain reads visit everything; ``generate`` and ``stream`` draft by a selection, and verify by such a read.
 
-    Pages hold what ``of`` ranks by. Whatever is drafted, texts and caches are those of plain decoding.
+    Pages hold what the selection ranks by. Whatever it drafts, texts and caches are those of plain decoding.
 
     Attributes:
-      of: the selection that drafts.
+      by: the selection that drafts.
       most: tokens that are drafted at a time, at most; how many, follows from what they gain.
 
     Raises:
@@ -50,71 +50,71 @@ class Draft(Selection):
     """
 
     name = "draft"
-    arguments = {"of": Drafting(), "most": Whole(1, "number of tokens", 16)}
-    traced = ("of",)  # its numbers are leaves
-    of: Selection = None  # type: ignore[assignment]
+    arguments = {"by": Drafting(), "most": Whole(1, "number of tokens", 16)}
+    traced = ("by",)  # its numbers are leaves
+    by: Selection = None  # type: ignore[assignment]
     most: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.of is None:
+        if self.by is None:
             raise PolicyError(f"{self!r}: nothing drafts. Give a selection, as in draft(quest(chunks=8)).")
 
     @property
     def drafts(self) -> Selection:  # type: ignore[override]
-        return self.of
+        return self.by
 
     @property
     def recent(self) -> int:  # type: ignore[override]
-        return self.of.recent
+        return self.by.recent
 
     @property
     def splits(self) -> bool:  # type: ignore[override]
-        return self.of.splits
+        return self.by.splits
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return self.of.needs
+        return self.by.needs
 
     @property
     def keeps(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.of.keeps
+        return self.by.keeps
 
     @property
     def arrays(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        return self.of.arrays
+        return self.by.arrays
 
     @property
     def structure(self) -> str:
-        return self._called(self.of.structure)
+        return self._called(self.by.structure)
 
     @property
     def word(self) -> str:
-        return self._called("" if self.of is None else repr(self.of))
+        return self._called("" if self.by is None else repr(self.by))
 
     def _called(self, drafts: str) -> str:
         most = "" if self.most == type(self).most else f", most={self.most!r}"
         return f"{self.name}({drafts}{most})"
 
     def check_positions(self, network: Network) -> None:
-        self.of.check_positions(network)
+        self.by.check_positions(network)
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
-        return self.of.arrive(params, observed)
+        return self.by.arrive(params, observed)
 
     def applies(self, layer: int) -> bool:
         return False
 
     def selectable(self, pos: Int[Array, "B T"], total: Int[Array, " B"]) -> Bool[Array, "B T"]:
-        return self.of.selectable(pos, total)
+        return self.by.selectable(pos, total)
 
     def summary_shapes(self, size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-        return self.of.summary_shapes(size, head_dim)
+        return self.by.summary_shapes(size, head_dim)
 
     def summarise(
         self, k: Float[Array, "Q S H"], live: Bool[Array, "Q S"]
     ) -> dict[str, Float[Array, "Q ..."]]:
-        return self.of.summarise(k, live)
+        return self.by.summarise(k, live)
 
 
 EXAMPLES = (
