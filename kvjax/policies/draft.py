@@ -37,7 +37,7 @@ class Drafting(OfPlace):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Draft(Selection):
-    """Plain reads visit everything; ``generate`` and ``stream`` draft by a selection, and verify by such a read.
+    """Plain reads visit everything; ``generate`` and ``stream`` draft by a selection, and verify by those.
 
     Pages hold what the selection ranks by. Whatever it drafts, texts and caches are those of plain decoding.
 
