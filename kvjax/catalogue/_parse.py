@@ -192,11 +192,11 @@ def _build(kind: type[Part], values: list[Any], named: dict[str, Any], spec: str
         takes = ", ".join(names) or "none"
         raise PolicyError(f"policy({spec!r}): {kind.name}: {error}. Its arguments: {takes}.") from None
     for name, value in fields.items():  # a part as an argument is there as text
-        takes = kind.arguments.get(name)
-        if isinstance(takes, OfPlace) and isinstance(value, str):
+        argument = kind.arguments.get(name)
+        if isinstance(argument, OfPlace) and isinstance(value, str):
             word, arguments = _parse(value, spec)
             parts = _parts(word, arguments or "", spec)
-            fields[name] = parts.get(takes.place, next(iter(parts.values())))
+            fields[name] = parts.get(argument.place, next(iter(parts.values())))
     try:
         part = kind(**fields)
         hash(part)  # a policy is a static argument of jit

@@ -57,7 +57,8 @@ class Tally:
 
     @staticmethod
     def zero() -> Any:
-        return Tally(**{field.name: np.int32(0) for field in dataclasses.fields(Tally)})
+        zeros: dict[str, Any] = {field.name: np.int32(0) for field in dataclasses.fields(Tally)}
+        return Tally(**zeros)
 
 
 @functools.partial(jax.jit, static_argnames=("network", "width"), donate_argnames=("state",))
@@ -220,7 +221,8 @@ def _drafted(
     def once(carry: tuple[Array, DecodeRows, Array, Any]) -> Any:
         i, writer, fed, blocks = carry
         at = jnp.full(state.rows, i)
-        ahead = dataclasses.replace(state, length=state.length + i, layers=tuple(zip(state.layers, blocks)))
+        layers: Any = tuple(zip(state.layers, blocks))
+        ahead = dataclasses.replace(state, length=state.length + i, layers=layers)
         x, blocks = run_layers(
             network,
             policy,

@@ -48,7 +48,10 @@ def said_pairs(rng: Rng, maker: Maker) -> Sample:
     def build(units: int) -> Sample:
         between = " ".join(text[:units])
         answer, scored = join([(f"{HEADING}{said}\n{between}", False), *again])
-        tags = {"gap": [maker.count(between)] * len(order), "answer": maker.count(answer)}
+        tags: dict[str, float | list[float]] = {
+            "gap": [maker.count(between)] * len(order),
+            "answer": maker.count(answer),
+        }
         return Sample(context=" ".join(front), answer=answer, scored=scored, tags=tags)
 
     def fits(units: int) -> bool:
