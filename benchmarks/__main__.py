@@ -37,6 +37,7 @@ def _run(words: Sequence[str]) -> int:
     name, options = arguments.parse(words)
     commands: dict[str, Callable[[Any, Sequence[str]], None]] = {
         "compile": _compile,
+        "drafts": _drafts,
         "host": _host,
         "load": _load,
         "parity": _parity,
@@ -68,6 +69,24 @@ def _compile(options: arguments.Compile, words: Sequence[str]) -> None:
     if options.out:
         run = _header(words, options.threads) | {"date": _today(), "rows": rows}
         _save_with_page(options.out, "compile", run, compiling.page)
+
+
+def _drafts(options: arguments.Drafts, words: Sequence[str]) -> None:
+    from benchmarks import drafts
+    from benchmarks.random_model import SIZES, STORED
+    from kvjax.models import published
+
+    sizes = {
+        name: (SIZES.get(name) or published.spec(name), STORED.get(name, "bfloat16"))
+        for name in options.models
+    }
+    cells = [(context, batch) for context in options.contexts for batch in options.batches]
+    rows = []
+    for row in drafts.rows(sizes, options.drafts, cells):
+        rows.append(row)
+        print(json.dumps(row) if options.json else drafts.line(row), flush=True)
+    if options.out:
+        print(results.save(options.out, "drafts", {"command": results.written_command(words), "rows": rows}))
 
 
 def _load(options: arguments.Load, words: Sequence[str]) -> None:

@@ -29,6 +29,10 @@ QUICK = {
 SERVE_QUICK = {"batches": (2,), "prompt": 96, "long": 96, "prefix": 300, "new": 12, "fit": 2}
 
 
+DRAFTED = ("base", "0.5b", "1b", "llama-3.1-8b")
+"""Models of the table of drafts."""
+
+
 def _specs(default: tuple[str, ...]) -> Any:
     return shared("--policy", default, "one-string form; several times", action="append", flag="--policy")
 
@@ -65,6 +69,27 @@ class Compile(_Rows):
         for spec in self.policies:
             policy(spec)
         machine.cpus(self.threads)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drafts(_Rows):
+    """Work out what drafts can gain, from the bytes of a step."""
+
+    models: tuple[str, ...] = option(DRAFTED, "models", choices=DRAFTED, flag="--size")
+    drafts: tuple[str, ...] = option(
+        ("quest(chunks=8, dense=0)", "quest(chunks=8)", "topk(0.01)"),
+        "a selection; several times",
+        "SPEC",
+        action="append",
+        flag="--draft",
+    )
+    contexts: tuple[int, ...] = option((8192, 32768, 131072), "tokens that a row has seen", flag="--context")
+    batches: tuple[int, ...] = option((1, 4, 8), "rows", flag="--batch")
+
+    def __post_init__(self) -> None:
+        """Raises PolicyError: a selection that cannot be built."""
+        for spec in self.drafts:
+            policy(spec)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,6 +188,7 @@ class Peers:
 COMMANDS: dict[str, type] = {
     "host": Host,
     "compile": Compile,
+    "drafts": Drafts,
     "load": Load,
     "decode": Decode,
     "prefill": Prefill,

@@ -126,7 +126,7 @@ class Cut(Decoder):
             policy = dataclasses.replace(policy, selection=FreeSelection(real=policy.selection))
         total = jnp.zeros(q.shape[0], jnp.int32)
         info = layers.LayerInfo(policy, {}, index, self.num_layers, None, total)
-        return layers.read_pages(info, cache, q, decoding=True, softcap=self.spec.attn_softcap).partials
+        return layers.read_pages(info, cache, q, by=policy.selection, softcap=self.spec.attn_softcap).partials
 
 
 def _ring(

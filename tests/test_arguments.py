@@ -26,6 +26,7 @@ from kvjax.algebra import (
     Policy,
     PolicyError,
     Ranking,
+    SelectAll,
     Switch,
     Whole,
 )
@@ -36,9 +37,10 @@ from kvjax.cache import pool
 from kvjax.decode import RequestError, _prefill
 from kvjax.policies import magicpig
 from kvjax.policies.critical import Critical
+from kvjax.policies.draft import Draft, Drafting
 from kvjax.policies.knorm import KNorm
 from kvjax.policies.kvzip import Instruction
-from kvjax.policies.topk import FINEST, Retrieved
+from kvjax.policies.topk import FINEST, Retrieved, TopK
 from kvjax.storage.kivi import Bits
 
 PARTS = sorted(catalogue.parts().values(), key=lambda kind: kind.name)
@@ -87,6 +89,7 @@ def bounds(argument: Argument) -> tuple[list[Any], list[Any]]:
         Instruction: (["a", "a" * 200, (0,), (7,) * 200], ["", "a" * 201, (), (-1,), (True,), [5], 5]),
         Held: ([KNorm()], [KeepRecent(), 1]),
         Ranking: ([KNorm()], [KeepRecent(), Critical(of=KNorm()), 1]),
+        Drafting: ([TopK()], [SelectAll(), Draft(by=TopK()), KNorm(), 1]),
     }[type(argument)]
 
 

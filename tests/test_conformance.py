@@ -56,6 +56,7 @@ SLOW = (
     "tova + uniform(24, every_step) + kivi(2, recent=10, group=4)",
     "tova + uniform(24, every_step) + int8(10, hadamard=True)",
     "topk(5, sinks=2, tail=6) + kivi(4, recent=6, group=4)",
+    "draft(topk(5, sinks=2, tail=6), most=2)",
     "window(24) + sinks(4)",
     # Places and modes that other examples show, too; methods' own tests hold them to an oracle.
     "answer_window(8) + uniform(24) + sinks(2)",

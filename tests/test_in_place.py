@@ -13,6 +13,7 @@ from compiler import compiled_in_full
 import kvjax
 from kvjax import decode
 from kvjax.cache.state import KVState
+from kvjax.sampling import sampling
 
 SPECS = (
     "window(24) + sinks(4)",
@@ -56,3 +57,30 @@ def test_no_ring_and_no_pool_is_copied(spec):
     assert "while" in text
     copied = set(re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", text))
     assert not copied & shapes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["", "int8(24) + "])
+def test_rounds_of_drafts_copy_none(storage):
+    """Drafts and verification read beside the cache, and what stands is written where it belongs."""
+    model = tiny.model()
+    policy = kvjax.policy(f"{storage}draft(quest(chunks=2, chunk=8, dense=0, recent=24), most=2)")
+    state = decode.empty(model.network, policy, rows=1, context=96, dtype=jnp.float32, page=PAGE)
+    state = decode.reserve(policy, state, 64, 1)
+    shapes = {
+        ",".join(map(str, x.shape))
+        for one in state.layers
+        for room in (one.ring, *one.pools)
+        for x in (room.k, room.v)
+    }
+    rows = decode.DecodeRows(
+        token=jnp.zeros(1, jnp.int32),
+        done=jnp.zeros(1, bool),
+        left=jnp.full(1, 50),
+        stops=jnp.full(1, -1),
+        how=sampling(1),
+    )
+    inputs = (model.params, {}, state, rows, jnp.asarray(32), jnp.asarray(2))
+    text = compiled_in_full(decode.drafted_steps.lower(model.network, policy, 64, *inputs)).as_text()
+    assert "while" in text
+    assert not set(re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", text)) & shapes

@@ -20,7 +20,7 @@ pairs that exclude each other. Other packages import from here.
 """
 
 from kvjax.algebra._admission import Admission, AdmitAll
-from kvjax.algebra._arguments import MOST, Argument, Number, Switch, Whole
+from kvjax.algebra._arguments import MOST, Argument, Number, OfPlace, Switch, Whole
 from kvjax.algebra._budget import Budget, Every, Frame, Unlimited, When
 from kvjax.algebra._completion import Completion, Nothing, Visited
 from kvjax.algebra._errors import PolicyError
@@ -56,6 +56,7 @@ __all__ = [
     "Nothing",
     "Number",
     "Observation",
+    "OfPlace",
     "Part",
     "Picked",
     "Piece",

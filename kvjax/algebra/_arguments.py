@@ -56,6 +56,16 @@ class Argument:
         raise PolicyError(f"{call}: {name}={value!r} is not a valid {self.what}. Give {self.expected}{omit}.")
 
 
+class OfPlace(Argument):
+    """A part as an argument, which a string writes in parentheses: ``then(knorm)``.
+
+    Class attributes:
+      place: where such a part stands; of a word that names parts of two places, that one is meant.
+    """
+
+    place: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Whole(Argument):
     """A whole number of at least ``least`` and at most ``most``; not a bool, not a float.

@@ -194,7 +194,16 @@ class Policy:
         Without those that storage holds exactly if the budget acts while decoding, since they may be evicted.
         """
         exact = 0 if self.decides_later else self.storage.recent
-        return max(self.protects, exact, self.selection.recent, 1)
+        return max(self.protects, exact, self.read_exactly, 1)
+
+    @property
+    def read_exactly(self) -> int:
+        """Newest tokens that the ring holds for the selection.
+
+        None for one that drafts, where a longer ring would show: in codes, and in what a cut prompt drops.
+        """
+        hidden = self.storage.exact and self.on_arrival and self.admission.idle
+        return self.selection.recent if self.selection.drafts is None or hidden else 0
 
     def exact_slots(self, window: int) -> int:
         """Paged slots that a KV head holds in the model's own dtype before storage encodes older ones.
@@ -319,12 +328,24 @@ def _refuse_illegal_pairs(p: Policy) -> None:
                 f"{newest}. Protect at most {window}, or widen the window."
             )
     least = p.budget.least_beside(p.protected)
-    protected = p.sinks + max(p.protects, exact, p.selection.recent, window or 0)
+    protected = p.sinks + max(p.protects, exact, p.read_exactly, window or 0)
     if least is not None and least < max(protected, 1):
         raise PolicyError(
             f"{p.budget!r} leaves a KV head {least} slots, fewer than the {protected} protected tokens "
             f"(sinks={p.sinks}, newest={protected - p.sinks}). Raise the budget to at least {protected}, or "
             "protect fewer."
+        )
+    if p.selection.drafts is not None and p.decides_later:
+        raise PolicyError(
+            f"{p.selection!r}: what is drafted is written only when it is verified, and {p.budget!r} would "
+            "evict between the drafted tokens, so one read could not verify them. Use a budget with "
+            "when=after_prompt, or leave the draft out."
+        )
+    if p.selection.drafts is not None and p.selection.splits and not p.storage.exact:
+        raise PolicyError(
+            f"{p.selection!r} keeps the prompt's ends in pages of their own, and {p.storage!r} rounds tokens "
+            "by what shares their page: the text would not be that of the policy without a draft. Draft with "
+            "sinks=0 and tail=0, as quest does, or use native storage."
         )
     if not p.selection.idle and p.exact_slots(window or p.ring_tokens):
         raise PolicyError(
@@ -339,7 +360,7 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             f"newest {p.protects} tokens of {p.eviction!r} are protected: no slot is left to rank. Protect "
             "fewer, or raise tight."
         )
-    if not p.completion.idle and not p.selection.idle and not p.storage.exact:
+    if not p.completion.idle and p.selection.acts and not p.storage.exact:
         raise PolicyError(
             f"{p.storage!r} does not work with {p.completion!r} and {p.selection!r}: a page's scale grows "
             "after its tokens were absorbed, so a read would subtract other values than were added. Use "
@@ -355,7 +376,7 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             f"{p.completion!r} would count twice beside {p.selection!r}, whose estimate already represents "
             "the unread tokens. Leave one of them out."
         )
-    drops = p.selection.idle and p.admission.idle and not p.budget.limited
+    drops = not p.selection.acts and p.admission.idle and not p.budget.limited
     if not p.completion.idle and drops:
         raise PolicyError(
             f"{p.completion!r} represents what a read leaves out, and this policy leaves nothing out. Add a "

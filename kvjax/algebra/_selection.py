@@ -38,7 +38,9 @@ class Picked:
 class Selection(Part):
     """Which slots a decode read visits; removes nothing. Prefill reads everything.
 
-    ``recent`` is the number of newest tokens that every read sees exactly.
+    ``recent`` is the number of newest tokens that every read sees exactly. ``drafts`` is None, or the
+    selection by which tokens are drafted while plain reads visit everything (``kvjax.decode``); ``most`` says
+    how many at a time.
 
     Class attributes:
       splits: the part always reads some tokens and chooses among the others (two page lists).
@@ -49,6 +51,13 @@ class Selection(Part):
     splits: ClassVar[bool] = False
     estimates: ClassVar[bool] = False
     recent: int = 0
+    drafts: Selection | None = None
+    most: int = 0
+
+    @property
+    def acts(self) -> bool:
+        """Do plain reads choose? Then a completion part stands for what they leave out."""
+        return not self.idle and self.drafts is None
 
     def applies(self, layer: int) -> bool:
         """Is this layer read selectively?"""

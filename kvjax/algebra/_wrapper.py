@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from kvjax.algebra._arguments import Argument
+from kvjax.algebra._arguments import Argument, OfPlace
 from kvjax.algebra._errors import PolicyError
 from kvjax.algebra._eviction import FIRST, Eviction
 from kvjax.algebra._observation import Observation
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 
-class Ranking(Argument):
+class Ranking(OfPlace):
     """An eviction as an argument; one that does something, and not a wrapper."""
 
-    what = "eviction"
+    what = place = "eviction"
 
     def accepts(self, value: Any) -> bool:
         return isinstance(value, Eviction) and not value.idle and not isinstance(value, Wrapper)

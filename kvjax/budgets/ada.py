@@ -25,16 +25,22 @@ class Ada(amounts.Shared):
     Attributes:
       amount: the mean over the KV heads of a layer; slots per head, share kept, or bytes of a row.
       floor: share of the mean that every head keeps whatever its scores (the paper's alpha).
-      when: only ``after_prompt``, since it compares the scores of the whole prompt.
+      when, prompt: as in ``uniform``; whenever it acts, all that the heads hold is compared.
     """
 
     name = "ada"
-    arguments = {"amount": amounts.Size(), "floor": Number(0, 1), "when": amounts.Time()}
+    arguments = {
+        "amount": amounts.Size(),
+        "floor": Number(0, 1),
+        "when": amounts.Time(),
+        "prompt": amounts.OfPrompt(),
+    }
     traced = ("amount", "floor")
     from_scores = True
     amount: amounts.Amount = 0.25
     floor: float = 0.2
     when: When = "after_prompt"
+    prompt: str = "cut"
 
     def targets(
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None

@@ -120,10 +120,37 @@ def limit(amount: Amount) -> Limit:
 
 
 class Sized(Budget):
-    """A budget whose field ``amount`` says how much is kept."""
+    """A budget whose field ``amount`` says how much is kept.
+
+    With ``prompt=keep`` the prompt stays, and the amount is that of the tokens after it, as where methods for
+    long answers are compared (TriAttention, https://arxiv.org/abs/2604.04921).
+
+    Raises:
+      PolicyError: a prompt that is kept, and a budget that acts on nothing else.
+    """
 
     sizes = ("amount",)
     amount: Amount
+    prompt: str = "cut"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.spares_prompt and self.when == "after_prompt":
+            raise PolicyError(
+                f"{self!r} acts after the prompt alone and keeps all of it. Give when=every(64), or leave "
+                "prompt out."
+            )
+
+    @property
+    def spares_prompt(self) -> bool:  # type: ignore[override]
+        return self.prompt == "keep"
+
+    def spared(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Tokens of each row that stay because they are of the prompt."""
+        if not self.spares_prompt:
+            return jnp.zeros_like(length)
+        assert frame.prompt is not None
+        return jnp.minimum(frame.prompt, length)
 
     @functools.cached_property
     def limit(self) -> Limit:
@@ -132,8 +159,8 @@ class Sized(Budget):
 
     @property
     def tokens(self) -> int | None:
-        """The amount if it is in tokens; another one means a number of slots only for a given prompt."""
-        return self.amount if isinstance(self.amount, int) else None
+        """The amount if it is in tokens and of all; another one means a number of slots only for a prompt."""
+        return self.amount if isinstance(self.amount, int) and not self.spares_prompt else None
 
 
 class Shared(Sized):
@@ -153,15 +180,18 @@ class Shared(Sized):
         return self.tokens
 
     def smallest(self, frame: Frame, length: int) -> int:
-        return int(self.limit.slots_on_host(frame, length) + 0.5)
+        return length if self.spares_prompt else int(self.limit.slots_on_host(frame, length) + 0.5)
 
     def layer_mean(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The amount, rounded to the nearest slot (halves up)."""
-        return jnp.floor(self.limit.slots(frame, length) + 0.5).astype(jnp.int32)
+        """What is spared, and the amount, rounded to the nearest slot (halves up)."""
+        kept = self.spared(frame, length)
+        return kept + jnp.floor(self.limit.slots(frame, length - kept) + 0.5).astype(jnp.int32)
 
     def guaranteed(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"]:
         """Slots that every head keeps, if it has as many tokens."""
-        return jnp.floor(self.layer_mean(frame, length) * self.floor).astype(jnp.int32)
+        kept = self.spared(frame, length)
+        mean = self.layer_mean(frame, length) - kept
+        return kept + jnp.floor(mean * self.floor).astype(jnp.int32)
 
     def secured(
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"]

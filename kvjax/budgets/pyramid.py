@@ -30,15 +30,21 @@ class Pyramid(amounts.Sized):
     Attributes:
       amount: the mean over layers; slots per KV head, share kept, or bytes of a row.
       slope: the mean divided by the last layer's target; 1 is uniform, 20 is the authors' beta.
-      when: as in ``uniform``.
+      when, prompt: as in ``uniform``; of a prompt that is kept no token counts, T and w are the answer's.
     """
 
     name = "pyramid"
-    arguments = {"amount": amounts.Size(), "slope": Number(1, what="slope"), "when": amounts.Time()}
+    arguments = {
+        "amount": amounts.Size(),
+        "slope": Number(1, what="slope"),
+        "when": amounts.Time(),
+        "prompt": amounts.OfPrompt(),
+    }
     traced = ("amount", "slope")
     amount: amounts.Amount = 0.25
     slope: float = 2.0
     when: When = "after_prompt"
+    prompt: str = "cut"
 
     def leaves(self) -> dict[str, Any]:
         return {"limit": self.limit, "slope": float(self.slope)}
@@ -51,6 +57,8 @@ class Pyramid(amounts.Sized):
         return None if self.tokens is None else self._last(self.tokens, math.inf, protected)
 
     def smallest(self, frame: Frame, length: int) -> int:
+        if self.spares_prompt:
+            return length
         return self._last(self.limit.slots_on_host(frame, length), length, frame.protected)
 
     def _last(self, mean: float, length: float, protected: int) -> int:
@@ -66,13 +74,14 @@ class Pyramid(amounts.Sized):
     def targets(
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B 1"]:
-        mean = self.limit.slots(frame, length)
-        high = jnp.minimum(2 * mean - mean / self.slope, length - frame.protected)
+        kept = self.spared(frame, length)
+        mean = self.limit.slots(frame, length - kept)
+        high = jnp.minimum(2 * mean - mean / self.slope, length - kept - frame.protected)
         low = 2 * mean - high
         falls = (frame.layers > 1) & (high >= low) & (low >= frame.protected)
         high, low = (jnp.where(falls, end, mean) for end in (high, low))
         line = high - (high - low) * frame.layer / max(frame.layers - 1, 1)
-        return jnp.round(line).astype(jnp.int32)[:, None]
+        return (kept + jnp.round(line).astype(jnp.int32))[:, None]
 
 
 PRESETS = {"pyramidkv": "snapkv + pyramid(0.25)"}

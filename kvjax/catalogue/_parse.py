@@ -5,8 +5,8 @@ A string is a sum of words. A word is the name of a part with arguments (``quest
 place; two parts written for one place are refused. A word that names parts of two places (``gvote`` ranks and
 counts) fills those places for which nothing else is written: ``kvp + gvote`` ranks by kvp and keeps as many
 tokens as have votes, ``gvote + uniform(0.25)`` ranks by votes. A wrapper follows the eviction that it holds:
-``snapkv + critical + ada(0.25)``; several apply in the order written. An eviction may be the argument of a
-wrapper: ``snapkv + then(knorm) + uniform(512, every(64))``.
+``snapkv + critical + ada(0.25)``; several apply in the order written. A part may be the argument of another
+one: ``snapkv + then(knorm) + uniform(512, every(64))``, ``draft(quest(chunks=8))``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvjax.algebra import Every, Part, Policy, PolicyError, Ranking, Wrapper
+from kvjax.algebra import Every, OfPlace, Part, Policy, PolicyError, Wrapper
 from kvjax.catalogue import _discovery as discovery
 
 
@@ -191,11 +191,12 @@ def _build(kind: type[Part], values: list[Any], named: dict[str, Any], spec: str
         names = [f.name for f in dataclasses.fields(kind) if f.name != "of"]  # type: ignore[arg-type]
         takes = ", ".join(names) or "none"
         raise PolicyError(f"policy({spec!r}): {kind.name}: {error}. Its arguments: {takes}.") from None
-    for name, value in fields.items():  # an eviction as an argument is there as text
-        if isinstance(kind.arguments.get(name), Ranking) and isinstance(value, str):
+    for name, value in fields.items():  # a part as an argument is there as text
+        argument = kind.arguments.get(name)
+        if isinstance(argument, OfPlace) and isinstance(value, str):
             word, arguments = _parse(value, spec)
             parts = _parts(word, arguments or "", spec)
-            fields[name] = parts.get("eviction", next(iter(parts.values())))
+            fields[name] = parts.get(argument.place, next(iter(parts.values())))
     try:
         part = kind(**fields)
         hash(part)  # a policy is a static argument of jit
@@ -224,7 +225,7 @@ def _arguments(name: str, text: str, spec: str) -> tuple[list[Any], dict[str, An
 
 
 def _value(node: ast.expr) -> Any:
-    """A literal, a bare word as text, every(k), or an eviction with arguments as text."""
+    """A literal, a bare word as text, every(k), or a part with arguments as text."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -12,6 +12,7 @@ counts are read between them, never inside.
   step                one token a row through the model; pure; ``run_layers``: your own function at each layer
   piece               T tokens a row, a piece of a prompt; pure
   read_chunk          many tokens a row, through one program per layer
+  drafted_steps       ``decode_steps`` by drafts of a selection (``with_draft``), which full reads verify
   empty, reserve      what a state has space for, and the sizes programs are compiled for
   read_ids            token ids, checked against the model's vocabulary; ``read_prompts``: of each row
   read_policy         the policy that a text means on a model; ``check_...``: what calls of these refuse
@@ -58,7 +59,10 @@ from kvjax.decode._checks import (
     read_ids,
     read_policy,
     read_prompts,
+    with_draft,
 )
+from kvjax.decode._draft import Tally, drafted_steps
+from kvjax.decode._draft_length import best_length, gain
 from kvjax.decode._generate import Generation, generate, stream
 from kvjax.decode._loop import DecodeRows, decode_loop, decode_steps
 from kvjax.decode._placement import on_mesh
@@ -100,7 +104,9 @@ __all__ = [
     "PromptPrograms",
     "Remark",
     "RequestError",
+    "Tally",
     "after_chunk",
+    "best_length",
     "bucket",
     "check_continues",
     "check_space",
@@ -109,6 +115,7 @@ __all__ = [
     "cut",
     "cut_layer",
     "cuts_after",
+    "drafted_steps",
     "decode_loop",
     "decode_steps",
     "embed",
@@ -116,6 +123,7 @@ __all__ = [
     "empty_layers",
     "extend",
     "hold_layer",
+    "gain",
     "generate",
     "last_logits",
     "layer_calls",
@@ -149,5 +157,6 @@ __all__ = [
     "store_layer",
     "stream",
     "weights_by_layer",
+    "with_draft",
     "with_logits",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 
 from kvjax import catalogue
-from kvjax.algebra import Frame, Policy
+from kvjax.algebra import Frame, Policy, PolicyError, Selection
 from kvjax.cache.state import DONATED, KVState
 from kvjax.decode._capacity import CHUNK, LONG_PAGE, page_sizes, slot_bounds
 from kvjax.errors import UserError
@@ -233,6 +234,37 @@ def read_policy(spec: Policy | str, model: Weighted, *, prompt: int | None = Non
     policy, reason = chosen(spec, model, prompt=prompt, answer=answer)
     warnings.warn(reason, Remark, stacklevel=1)
     return policy
+
+
+def with_draft(policy: Policy, draft: Selection | str | None) -> Policy:
+    """The policy whose reads stay as they are, and for which this selection drafts; None leaves it alone.
+
+    Args:
+      policy: to be decoded.
+      draft: a selection in the one-string form, ``quest(chunks=8)`` or ``draft(quest(chunks=8), most=2)``, or
+        one as a value.
+
+    Raises:
+      PolicyError: no selection, a policy that selects or drafts itself, or whose budget acts while decoding.
+    """
+    if draft is None:
+        return policy
+    spec = repr(draft) if isinstance(draft, Selection) else draft
+    if not isinstance(spec, str):
+        raise PolicyError(f"draft={draft!r} is not a selection. Give one, for example 'quest(chunks=8)'.")
+    if not policy.selection.idle:
+        raise PolicyError(
+            f"draft={spec!r} beside {policy!r}: {policy.selection!r} stands where the draft would. Leave one "
+            "of them out."
+        )
+    drafts = catalogue.policy(spec)
+    if drafts != Policy(selection=drafts.selection) or drafts.selection.idle:
+        raise PolicyError(
+            f"draft={spec!r} is not a selection alone. Give one, for example 'quest(chunks=8)'."
+        )
+    if drafts.selection.drafts is None:
+        drafts = catalogue.policy(f"draft({spec})")
+    return dataclasses.replace(policy, selection=drafts.selection)
 
 
 def check_policy(policy: Policy, network: Network) -> Policy:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvjax import catalogue, metrics
-from kvjax.algebra import Policy
+from kvjax.algebra import Policy, Selection
 from kvjax.cache.state import KVState
 from kvjax.decode._capacity import CHUNK, HORIZON, MAX_STEPS, bucket, reserve
 from kvjax.decode._checks import (
@@ -23,7 +23,9 @@ from kvjax.decode._checks import (
     read_policy,
     read_prompts,
     warn_of_windows,
+    with_draft,
 )
+from kvjax.decode._draft import Drafter
 from kvjax.decode._loop import DecodeRows, first_token, write
 from kvjax.decode._placement import check_same_call, mesh_for, on_mesh
 from kvjax.decode._prefill import prefill
@@ -43,10 +45,13 @@ class Generation:
     Attributes:
       tokens: new token ids per row, a stop token included.
       state: the KV state after the last fed token.
+      drafted, accepted: tokens that were drafted, and those of them that stand; 0 without drafts.
     """
 
     tokens: list[list[int]]
     state: KVState
+    drafted: int = 0
+    accepted: int = 0
 
 
 def generate(
@@ -54,6 +59,7 @@ def generate(
     policy: Policy | str,
     prompts: Prompts,
     *,
+    draft: Selection | str | None = None,
     max_new_tokens: int = 64,
     temperature: float | Sequence[float] = 0.0,
     top_k: int | Sequence[int] = 0,
@@ -77,6 +83,8 @@ def generate(
       model: a network and its weights.
       policy: what the KV cache keeps, also in the one-string form.
       prompts: as in ``prefill``.
+      draft: a selection that writes ahead, such as "quest(chunks=8)", while full reads verify: the same text,
+        and faster where the cache is most of what a step loads. It stands in the policy as ``draft(...)``.
       max_new_tokens: most new tokens a row.
       temperature, top_k, top_p, min_p, seed: see ``kvjax.sampling``.
       frequency_penalty, presence_penalty, repetition_penalty: the same.
@@ -87,6 +95,7 @@ def generate(
       mesh: as in ``prefill``.
 
     Raises:
+      PolicyError: a policy that cannot be read, or that cannot be drafted for.
       RequestError, MeshError: as in ``prefill``, and when prompt and new tokens exceed the model's context.
       WeightsError: a policy that learns, and no weights that fit.
     """
@@ -97,7 +106,7 @@ def generate(
         read_ids("generate(logit_bias=...)", model, [*biases])
     stops = _end_tokens(model) if stops is None else stops
     longest = max((len(row) for row in rows), default=0)
-    policy = read_policy(policy, model, prompt=longest, answer=max_new_tokens)
+    policy = with_draft(read_policy(policy, model, prompt=longest, answer=max_new_tokens), draft)
     weights = weights_for(policy, model) if weights is None else weights
     if longest + max_new_tokens > most:
         raise RequestError(
@@ -130,11 +139,13 @@ def generate(
     state, logits = prefill(model, policy, rows, **sizes, weights=weights, seeds=seed)
     out: list[list[int]] = [[] for _ in rows]
     limit = np.full(len(rows), max_new_tokens, np.int32)
-    for piece, after in _pieces(model, policy, state, logits, limit, how, stops, weights, MAX_STEPS):
+    drafter = Drafter.of(policy)
+    for piece, after in _pieces(model, policy, state, logits, limit, how, stops, weights, MAX_STEPS, drafter):
         state = after
         for row, tokens in enumerate(piece):
             out[row] += [int(token) for token in tokens if token != EMPTY]
-    return Generation(tokens=out, state=metrics.with_peak(state))
+    counts = {"drafted": drafter.drafted, "accepted": drafter.accepted} if drafter else {}
+    return Generation(tokens=out, state=metrics.with_peak(state), **counts)
 
 
 def stream(
@@ -143,6 +154,7 @@ def stream(
     state: KVState,
     logits: Float[Array, "B V"],
     *,
+    draft: Selection | str | None = None,
     max_new_tokens: int | Sequence[int],
     how: Sampling | None = None,
     stops: Sequence[int] | None = None,
@@ -156,6 +168,7 @@ def stream(
       state: donated; use the one that comes with each piece. Made under a policy that differs from this one
         in traced hyperparameters alone.
       logits: of each row's next token.
+      draft: as in ``generate``; of a state that was made with it (``with_draft``).
       max_new_tokens: for all rows, or one number a row.
       how: sampling parameters; greedy by default.
       stops: as in ``generate``.
@@ -170,7 +183,7 @@ def stream(
 
     Warns (``Remark``) where the model's own windows rule.
     """
-    policy, rows = catalogue.policy(policy), state.rows
+    policy, rows = with_draft(catalogue.policy(policy), draft), state.rows
     weights = check_weights(model, policy, weights)
     check_continues("stream", model.network, policy, state, 1)
     limit = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (rows,))
@@ -183,7 +196,8 @@ def stream(
     stops = _end_tokens(model) if stops is None else stops
     check_same_call("stream", state.mesh, policy, weights, {"the sampling": (how, limit, [*stops], every)})
     model, weights = on_mesh(model, policy, weights, state.mesh)
-    return _pieces(model, policy, state, logits, limit, how, stops, weights, every)
+    drafter = Drafter.of(policy)
+    return _pieces(model, policy, state, logits, limit, how, stops, weights, every, drafter)
 
 
 def _end_tokens(model: Weighted) -> tuple[int, ...]:
@@ -203,6 +217,7 @@ def _pieces(
     stops: Sequence[int],
     weights: Params,
     every: int,
+    drafter: Drafter | None,
 ) -> Iterator[tuple[np.ndarray, KVState]]:
     """``stream``, of arguments that are checked."""
     decoding = DecodeRows(
@@ -221,8 +236,14 @@ def _pieces(
         check_alive("stream", state)  # the piece's state may have been fed to another call meanwhile
         left = int(limit.max()) - written
         ahead = state.context if keeps_all else min(HORIZON, left)
-        state = reserve(policy, state, min(every, left), 1, ahead=ahead)
-        state, decoding, out = write(model.network, policy, every, model.params, weights, state, decoding)
+        if drafter is None:
+            state, piece = reserve(policy, state, min(every, left), 1, ahead=ahead), every
+            state, decoding, out = write(model.network, policy, every, model.params, weights, state, decoding)
+        else:
+            piece = min(drafter.tokens(every), left)
+            state = reserve(policy, state, piece, 1, ahead=ahead)
+            what = (model.network, policy, every, model.params, weights, state, decoding)
+            state, decoding, out = drafter.write(*what, tokens=piece)
         tokens = np.asarray(out)
-        written += every
+        written += piece
         yield tokens[:, (tokens != EMPTY).any(axis=0)], state

@@ -141,11 +141,7 @@ def run_layers(
       The last layer's output, and what ``run`` returned for the cache of every layer.
     """
     network, mesh = network.at(state.context), state.mesh
-
-    def info(index: int) -> layer.LayerInfo:
-        own, window = at_layer(policy, weights, index), network.windows[index]
-        return layer.LayerInfo(policy, own, index, network.num_layers, window, state.total, state.confidence)
-
+    info = layer_info(network, policy, weights, state)
     attend, after = layer.attention(run, info, mesh, rows, out), []
     positions = positions_after(state.length, tokens)
     x = mesh.by_row(network.embed(params, tokens, positions))
@@ -154,6 +150,18 @@ def run_layers(
         x = mesh.by_row(x)
         after.append(carry)
     return x, tuple(after)
+
+
+def layer_info(
+    network: Network, policy: Policy, weights: Params, state: KVState
+) -> Callable[[int], layer.LayerInfo]:
+    """What is known of each layer while a state's rows are written."""
+
+    def info(index: int) -> layer.LayerInfo:
+        own, window = at_layer(policy, weights, index), network.windows[index]
+        return layer.LayerInfo(policy, own, index, network.num_layers, window, state.total, state.confidence)
+
+    return info
 
 
 def positions_after(length: Int[Array, " B"], tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:

@@ -1,9 +1,10 @@
 """What happens to a token at one layer: into the window, admission when it leaves it, read, evicted.
 
-Three functions share the same verbs, a file each; ``attention`` makes one of them what the model calls:
+Four functions share the same verbs, a file each; ``attention`` makes one of them what the model calls:
 
   step    one token per row: window exit (admission of the oldest token), write, evict, demote, read
   chunk   T tokens per row, for policies that decide on arrival: read, window exit, write, evict, demote
+  draft   one token a row that is not written; ``verify`` reads several such tokens, ``write`` writes some
   prompt  the whole prompt: attend, rank, and only then ``store`` what the budget retains
 
 Arrays are heads first inside ([B, K, T, H]); the model's layout is turned once on the way in and out.
@@ -13,6 +14,7 @@ Why: kvjax/DESIGN.md, 1.
 
 from kvjax.layer._admit import admit, admit_or_replace
 from kvjax.layer._attend import READ, LayerFn, attention, of_learned, on_devices
+from kvjax.layer._draft import draft, empty_block, verify, write
 from kvjax.layer._evict import evict, ranked, victims
 from kvjax.layer._info import LayerInfo, OfRows, arriving, observe
 from kvjax.layer._mass import accumulate_mass
@@ -39,6 +41,8 @@ __all__ = [
     "by_rows",
     "chunk",
     "count_stored",
+    "draft",
+    "empty_block",
     "evict",
     "hold",
     "hold_scored",
@@ -57,5 +61,7 @@ __all__ = [
     "stack_policies",
     "step",
     "store",
+    "verify",
     "victims",
+    "write",
 ]

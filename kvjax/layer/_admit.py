@@ -46,7 +46,7 @@ def admit(
             split_by_age(policy, cache, list_id) if final else (list_id,),
         )
     ]
-    return _completed(info, cache.with_pools(stored), leaving)
+    return absorb_leaving(info, cache.with_pools(stored), leaving)
 
 
 def admit_or_replace(
@@ -89,7 +89,7 @@ def admit_or_replace(
     )
     new = dataclasses.replace(new, k=k, v=v)
     ring = rings.put(cache.ring, new, length, count)
-    return _completed(info, dataclasses.replace(cache, pages=pages, ring=ring), leaving)
+    return absorb_leaving(info, dataclasses.replace(cache, pages=pages, ring=ring), leaving)
 
 
 def following(
@@ -124,14 +124,14 @@ def destination(info: LayerInfo, leaving: Entry) -> Int[Array, "B K T"]:
     return jnp.where(leaving.admit & real, list_id[:, None, :], EMPTY)
 
 
-def _completed(info: LayerInfo, cache: LayerCache, leaving: Entry) -> LayerCache:
+def absorb_leaving(info: LayerInfo, cache: LayerCache, leaving: Entry) -> LayerCache:
     """The cache after φ absorbed its part of the leaving tokens."""
     policy = info.policy
     if policy.completion.idle:
         return cache
     # Without selection φ absorbs the rejected; with selection every selectable token too, stored or not.
     take = ~leaving.admit
-    if not policy.selection.idle:
+    if policy.selection.acts:
         take = take | policy.selection.selectable(leaving.pos, info.total)[:, None, :]
     take = take & (leaving.pos >= 0)[:, None, :]
     pos = jnp.broadcast_to(leaving.pos[:, None], leaving.admit.shape)

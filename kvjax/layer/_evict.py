@@ -227,7 +227,7 @@ def _absorb_evicted(info: LayerInfo, cache: LayerCache, at: Int[Array, "B K T"],
     """Fold evicted slots into φ, except those it absorbed at the window exit: the selectable ones."""
     pages = cache.pages
     assert pages is not None
-    if not info.policy.selection.idle:
+    if info.policy.selection.acts:
         always = (pages.table.shape[2] - 1) * pages.table.shape[3] * pages.size  # the last list is selectable
         gone = gone & (at < always)
     k, v, pos = per_head.read(cache.pools, codecs(info.policy, cache), at)

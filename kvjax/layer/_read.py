@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from kvjax.algebra import Picked, Policy, Visited
+from kvjax.algebra import Picked, Policy, Selection, Visited
 from kvjax.cache import pages as paging
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
@@ -97,15 +97,24 @@ def read_pages(
     cache: LayerCache,
     q: Float[Array, "B N T H"],
     *,
-    decoding: bool,
+    by: Selection | None,
     softcap: float | None = None,
     with_mass: bool = False,
 ) -> PagedRead:
-    """Reads pages and φ; a selection part acts on decode reads only."""
+    """Reads pages and φ.
+
+    Args:
+      info: which layer.
+      cache: read as it is.
+      q: one query a head, or several where nothing chooses.
+      by: what chooses among the slots, for decode reads the policy's selection; None: all are visited.
+      softcap: of the scores.
+      with_mass: also what each slot received.
+    """
     policy = info.policy
     if cache.pages is None:
         return PagedRead()
-    selective = decoding and not policy.selection.idle and policy.selection.applies(info.kind)
+    selective = by is not None and not by.idle and by.applies(info.kind)
     partials: list[Partial] = []
     masses: list[Array] = []
     chosen: Picked | None = None
@@ -115,11 +124,9 @@ def read_pages(
     each = q.reshape(q.shape[0], -1, 1, q.shape[-1]) if with_mass else q
     for at, (pages, list_id) in enumerate(lists):
         picked: Picked | None = None
-        if selective and at == len(lists) - 1:
+        if selective and by is not None and at == len(lists) - 1:
             weights, longest = info.weights("selection"), pages.span + cache.ring.window
-            picked = chosen = policy.selection.select(
-                weights, q[:, :, 0], pages, list_id, info.total, longest
-            )
+            picked = chosen = by.select(weights, q[:, :, 0], pages, list_id, info.total, longest)
         if picked is not None and picked.bias is None:
             visited = _visited(policy, pages, list_id, picked)
             partial = gathered_decode(
@@ -161,7 +168,7 @@ def _completion(info: LayerInfo, cache: LayerCache, q: Array, visited: Visited |
     """φ of what this read leaves out; nothing where nothing can be left out."""
     policy, pages, weights = info.policy, cache.pages, info.weights("completion")
     assert pages is not None
-    if policy.selection.idle:  # φ holds the rejected and evicted, none of which is read
+    if not policy.selection.acts:  # φ holds the rejected and evicted, none of which is read
         return (policy.completion.read(weights, cache.summary, q, None),)
     if visited is None:  # a dense read under a selective policy visits every selectable slot that is left
         if policy.admission.idle and not policy.budget.limited:

@@ -57,7 +57,7 @@ def step(
     recent = blockwise(
         q, cache.ring.k, cache.ring.v, q_pos=length[:, None], k_pos=positions, softcap=x.softcap
     )
-    paged = read_pages(info, cache, q, decoding=True, softcap=x.softcap, with_mass=track)
+    paged = read_pages(info, cache, q, by=info.policy.selection, softcap=x.softcap, with_mass=track)
     out, lse = merged((recent, *paged.partials), x.v.dtype, x.sinks)
     size = loaded(info, cache, paged, rings.live(length + count, cache.ring.window))
     if track:  # what is learned now decides at the next step
@@ -124,7 +124,7 @@ def chunk(
             softcap=x.softcap,
         )
         exact = (recent, attend_among(q, new, count, new_window, new_bits, x.softcap))
-    paged = read_pages(info, cache, q, decoding=False, softcap=x.softcap, with_mass=track)
+    paged = read_pages(info, cache, q, by=None, softcap=x.softcap, with_mass=track)
     out, lse = merged((*exact, *paged.partials), x.v.dtype, x.sinks)
     if track:
         weights = query_weights(info.policy.eviction.later, pos)

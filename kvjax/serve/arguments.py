@@ -11,6 +11,7 @@ from typing import Any
 from kvjax import catalogue, cli, weights
 from kvjax.algebra import Policy, Wrapper
 from kvjax.cli import option, shared, whole
+from kvjax.decode import with_draft
 from kvjax.loading import LanguageModel
 from kvjax.weights import Source
 
@@ -18,6 +19,7 @@ _EXAMPLES = """\
 examples:
   python -m kvjax.serve --prompt "Once upon a time"
   python -m kvjax.serve --prompt-file book.txt --policy "snapkv + uniform(512)"
+  python -m kvjax.serve --prompt-file book.txt --draft "quest(chunks=8)"
   cat notes.txt | python -m kvjax.serve --policy "window(256) + sinks(4) + int8" --json
   python -m kvjax.serve --prompt-file book.txt --policy wg-kv --weights write_gate=aggressive
   python -m kvjax.serve --model Qwen/Qwen2.5-0.5B-Instruct       (a chat; Ctrl-D leaves)
@@ -47,6 +49,9 @@ class Options:
     model: str | None = shared("--model", group="model and cache")
     policy: Policy = shared("--policy", "full", "what the KV cache keeps (default: full; see below)")
     auto: str = ""
+    draft: str | None = option(
+        None, "a selection that writes ahead, such as quest(chunks=8); full reads verify it", "SPEC"
+    )
     weights: dict[str, Source] = option(add=weights.add_options)
     dtype: str | None = shared("--dtype")
     weight_dtype: str | None = shared("--weight-dtype")
@@ -116,6 +121,7 @@ def settled(options: Options, model: LanguageModel, **tokens: Any) -> tuple[Opti
 
 
 def _with_policy(options: Options, policy: Policy) -> Options:
+    policy = with_draft(policy, options.draft)
     sources = weights.sources(policy, options.weights)
     return dataclasses.replace(options, policy=policy, weights=sources, auto="")
 

@@ -125,6 +125,8 @@ def _check_chat(options: Options) -> None:
         raise InputError(
             "--json without a prompt has nothing to answer. Give --prompt, --prompt-file or a pipe."
         )
+    if options.draft is not None:
+        raise InputError("--draft needs a prompt; a chat decodes plainly. Give --prompt, or no --draft.")
     if options.raw:
         raise InputError("--raw is for a prompt, not for a chat. Give --prompt, or leave --raw out.")
     if options.mesh is not None:

@@ -117,7 +117,7 @@ def _side(
     def read(cache: LayerCache, q: jax.Array) -> Any:
         pos = rings.positions(length, cache.ring.window)
         recent = blockwise(q, cache.ring.k, cache.ring.v, q_pos=length[:, None], k_pos=pos)
-        paged = layer.read_pages(site, cache, q, decoding=True)
+        paged = layer.read_pages(site, cache, q, by=site.policy.selection)
         return merged((recent, *paged.partials), cache.ring.v.dtype)
 
     run = jax.jit(choose if choosing else read)

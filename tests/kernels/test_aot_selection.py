@@ -65,7 +65,7 @@ def test_it_compiles_and_copies_no_pool(chip, spec):
     def read(cache, maps, q):
         total = jnp.full(1, CONTEXT - 64)
         site = layer.LayerInfo(policy, {"completion": maps}, 3, 4, None, total)
-        return layer.read_pages(site, cache, q, decoding=True).partials
+        return layer.read_pages(site, cache, q, by=site.policy.selection).partials
 
     shapes = jax.eval_shape(lambda: made(policy))
     program = aot.compiled(place, read, *shapes)

@@ -123,7 +123,7 @@ def test_a_read_is_the_estimator():
 
     @functools.partial(jax.jit, static_argnums=2)
     def read(cache, q, mass):
-        result = layer.read_pages(site, cache, q, decoding=True, with_mass=mass)
+        result = layer.read_pages(site, cache, q, by=site.policy.selection, with_mass=mass)
         return result.partials, result.mass
 
     ((out, lse),), _ = read(cache, QUERIES[:, :, None], False)

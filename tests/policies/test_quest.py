@@ -113,7 +113,7 @@ def test_a_read_visits_the_picked_chunks_alone(index, decoding):
     ring = rings.empty(ROWS, K, 2, H, jnp.dtype(jnp.float32))
     q = QUERIES[0]
     cache = LayerCache(ring=ring, pages=PAGES, summary=None)
-    read = jax.jit(lambda cache, q: layer.read_pages(site, cache, q, decoding=decoding).partials)
+    read = jax.jit(lambda cache, q: layer.read_pages(site, cache, q, by=QUEST if decoding else None).partials)
     ((out, lse),) = read(cache, q[:, :, None])
     for b, h in ROW_HEADS:
         _, keys, values = contents(PAGES, b, h)

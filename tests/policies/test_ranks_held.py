@@ -11,8 +11,9 @@ import pytest
 from policy_oracle import room
 
 from kvjax import layer
-from kvjax.algebra import Every, Eviction, Policy
+from kvjax.algebra import Every, Eviction, Frame, Policy, PolicyError
 from kvjax.budgets.ada import Ada
+from kvjax.budgets.pyramid import Pyramid
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache import per_head
 from kvjax.cache import ring as rings
@@ -174,6 +175,7 @@ def simulate(
     shares: bool = False,
     spares: bool = False,
     of_prompt: Score | None = None,
+    target: int = TARGET,
 ) -> tuple[list, np.ndarray]:
     """[step][row][head] kept positions, and what each step mixes; ``of_prompt`` where other scores cut it."""
     out, sets = np.zeros((2, STEPS, N, H)), []
@@ -184,9 +186,9 @@ def simulate(
         scores = [dict(zip(x, score(b, h, x, seen))) for h, x in enumerate(kept)]
         for h, x in enumerate(stays):
             scores[h] |= dict.fromkeys(x, np.inf)
-        room = [TARGET + (PROMPTS[b] if spares else 0)] * K
+        room = [target + (PROMPTS[b] if spares else 0)] * K
         if shares:  # AdaKV without a floor: the layer's best, of equals the lower head and position
-            best = sorted(((-s, h, p) for h in range(K) for p, s in scores[h].items()))[: K * TARGET]
+            best = sorted(((-s, h, p) for h in range(K) for p, s in scores[h].items()))[: sum(room)]
             room = [sum(h == of for _, of, _ in best) for h in range(K)]
         order = [sorted(x, key=lambda p: (-scores[h][p], p)) for h, x in enumerate(kept)]
         return [sorted(x[: max(n, len(s))]) for x, n, s in zip(order, room, stays)]
@@ -276,6 +278,32 @@ def test_a_prompt_that_is_kept_is_not_counted(eviction: tuple[Eviction, Score]) 
     budget = Uniform(TARGET, Every(2), prompt="keep")
     policy = Policy(eviction=eviction[0], budget=budget, sinks=SINKS)
     same(policy, simulate(eviction[1], policy.ring_tokens, 2, spares=True))
+
+
+@pytest.mark.parametrize("eviction", [CASES["snapkv"], (KNorm(), norm)])
+def test_heads_divide_what_is_left_of_the_answer(eviction: tuple[Eviction, Score]) -> None:
+    budget = Ada(6, floor=0.0, when=Every(2), prompt="keep")
+    policy = Policy(eviction=eviction[0], budget=budget, sinks=SINKS)
+    right = simulate(eviction[1], policy.ring_tokens, 2, shares=True, spares=True, target=6)
+    assert any(len(row[0]) != len(row[1]) for step in right[0] for row in step), "no head has more"
+    same(policy, right)
+
+
+@pytest.mark.parametrize(("layer_of", "target"), [(0, 9), (2, 7), (4, 5)])
+def test_a_pyramid_of_the_answer_leaves_the_prompt_alone(layer_of: int, target: int) -> None:
+    """Mean 7 and slope 1.4 over five layers: from 9 to 5 slots, behind prompts of 14 and 9 tokens."""
+    frame = Frame(layer_of, 5, K, 1.0, protected=2, prompt=jnp.asarray(PROMPTS))
+    budget = Pyramid(7, slope=1.4, when=Every(2), prompt="keep")
+    right = PROMPTS + target
+    assert budget.targets(frame, jnp.asarray(PROMPTS + 20), None)[:, 0].tolist() == right.tolist()
+    # Five tokens of an answer, of which two are protected: the line is flat, as for a prompt of five.
+    assert budget.targets(frame, jnp.asarray(PROMPTS + 5), None)[:, 0].tolist() == (PROMPTS + 7).tolist()
+
+
+@pytest.mark.parametrize("kind", [Uniform, Ada, Pyramid])
+def test_a_kept_prompt_needs_a_budget_that_acts_later(kind: type) -> None:
+    with pytest.raises(PolicyError, match="keeps all of it"):
+        kind(8, prompt="keep")
 
 
 @pytest.mark.parametrize("eviction", [CASES["snapkv"], (KNorm(), norm)])

@@ -89,7 +89,7 @@ def test_a_read_visits_the_picked_alone(part, name):
 
     @functools.partial(jax.jit, static_argnums=2)
     def read(cache, q, mass):
-        result = layer.read_pages(site, cache, q, decoding=True, with_mass=mass)
+        result = layer.read_pages(site, cache, q, by=site.policy.selection, with_mass=mass)
         return result.partials, result.mass
 
     ((out, lse),), _ = read(cache, q[:, :, None], False)

@@ -40,8 +40,8 @@ def switches(policy: Policy, protocol: str) -> Switches:
     elif not policy.admission.idle:
         when = "write"
     else:
-        when = "never" if policy.selection.idle else "read"
-    admits, selects = not policy.admission.idle, not policy.selection.idle
+        when = "read" if policy.selection.acts else "never"
+    admits, selects = not policy.admission.idle, policy.selection.acts
     limits = [(admits, policy.admission), (selects, policy.selection), (policy.budget.limited, policy.budget)]
     early = policy.budget.limited and not policy.whole_prompt
     return Switches(

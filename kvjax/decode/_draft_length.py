@@ -1,0 +1,97 @@
+"""How many tokens are drafted at a time: what a draft can gain, and a choice that follows what is measured.
+
+Leviathan et al., Fast Inference from Transformers via Speculative Decoding, https://arxiv.org/abs/2211.17192,
+section 3.3; here a draft step costs d and verification v plain steps, since both read a cache.
+"""
+
+from __future__ import annotations
+
+
+def gain(accepted: float, length: int, draft: float, verify: float) -> float:
+    """How many times as fast as plain decoding drafts are, (1 - a^(k+1)) / ((1 - a)(k d + v)).
+
+    Args:
+      accepted: a, the share of drafted tokens that are accepted, of those that follow accepted ones.
+      length: k, tokens drafted before each verification; with 0 a round is a plain step that costs v.
+      draft, verify: d and v, the time of a draft step and of verification over that of a plain step.
+    """
+    written = sum(
+        accepted**i for i in range(length + 1)
+    )  # of a round, the token that verification draws included
+    return written / (length * draft + verify)
+
+
+def best_length(accepted: float, draft: float, verify: float, most: int) -> int:
+    """The length of 0 .. ``most`` that gains most; 0 where none gains. Of equal ones the shortest."""
+    gains = [1.0, *(gain(accepted, k, draft, verify) for k in range(1, most + 1))]
+    return max(range(most + 1), key=gains.__getitem__)
+
+
+PROBE = 16
+"""Tokens of a piece that only measures."""
+
+AGAIN = 16
+"""Pieces after which the other way, drafting or not, is measured once more."""
+
+FORGETS = 0.8
+"""What an earlier piece counts beside the next one, in acceptance and in seconds."""
+
+
+class DraftLength:
+    """Chooses how many tokens are drafted at a time, or none, by seconds and acceptance of earlier pieces.
+
+    Longest drafts come first, then plain steps, then drafts of half the length; from then on the length that
+    gains most. A draft of k tokens takes k D + V seconds, a plain step U; two lengths give D and V. Texts do
+    not depend on it, so the clock may decide. Without one (several processes, which must agree) drafts are
+    always longest.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self.next = most, most
+        self._seconds: dict[int, float] = {}  # of a round, by length; 0 is a plain step
+        self._judged = self._accepted = 0.0
+        self._pieces = 0
+
+    @property
+    def measured(self) -> bool:
+        """Are all times known?"""
+        return len(self._seconds) == (3 if self.most > 1 else 2)
+
+    @property
+    def accepted(self) -> float:
+        """Acceptance, of late."""
+        return self._accepted / self._judged if self._judged else 0.0
+
+    def tokens(self, every: int) -> int:
+        """Tokens of the next piece, at most ``every``: few where a way is tried that may be slow."""
+        return min(every, PROBE) if not self.measured or self.next != self._best() else every
+
+    def saw(self, length: int, rounds: int, judged: int, accepted: int, seconds: float | None) -> None:
+        """Learns from a piece, and chooses the next length.
+
+        Args:
+          length: of its drafts; 0 for plain steps.
+          rounds: verifications, or plain steps.
+          judged, accepted: drafted tokens that followed accepted ones, and those that were accepted.
+          seconds: that it took; None where something else was part of it, such as compiling.
+        """
+        self._judged = FORGETS * self._judged + judged
+        self._accepted = FORGETS * self._accepted + accepted
+        if seconds is not None and rounds:
+            one, before = seconds / rounds, self._seconds.get(length)
+            self._seconds[length] = one if before is None else FORGETS * before + (1 - FORGETS) * one
+        self._pieces += 1
+        unknown = [k for k in (self.most, 0, (self.most + 1) // 2) if k not in self._seconds]
+        if unknown:
+            self.next = unknown[0]
+            return
+        self.next = self._best()
+        if self._pieces % AGAIN == 0:
+            self.next = 0 if self.next else self.most
+
+    def _best(self) -> int:
+        plain, long = self._seconds[0], self._seconds[self.most]
+        short = (self.most + 1) // 2
+        step = (long - self._seconds[short]) / (self.most - short) if self.most > 1 else 0.0
+        step = min(max(step, 0.0), long / self.most)  # measured times are not exact
+        return best_length(self.accepted, step / plain, (long - self.most * step) / plain, self.most)
