@@ -30,8 +30,8 @@ class ConfKV(Eviction):
     position: the step at which it was written. With one candidate, or with equal ones, both are 0. All KV
     heads of a layer keep the same tokens. The other half of the method is the budget, ``confidence``.
 
-    The paper gives no alpha and no gamma. Gamma is the best of a small search with the embedded model, on text
-    that no result is reported on. Alpha lies in the middle of a plateau: up to 0.5 a first token that has all
+    The paper gives no alpha and no gamma. Gamma is the best of a small search with the embedded model, on
+    text that no result is reported on. Alpha lies in the middle of a plateau: up to 0.5 a first token that has all
     the attention goes when few tokens stay (``python -m studies.conf_kv --study alpha``, results/conf_kv).
 
     Attributes:
