@@ -31,8 +31,9 @@ class ConfKV(Eviction):
     heads of a layer keep the same tokens. The other half of the method is the budget, ``confidence``.
 
     The paper gives no alpha and no gamma. Gamma is the best of a small search with the embedded model, on
-    text that no result is reported on. Alpha lies in the middle of a plateau: up to 0.5 a first token that has all
-    the attention goes when few tokens stay (``python -m studies.conf_kv --study alpha``, results/conf_kv).
+    text that no result is reported on. Alpha lies in the middle of a plateau: up to 0.5 a first token that
+    has all the attention goes when few tokens stay (``python -m studies.conf_kv --study alpha``,
+    results/conf_kv).
 
     Attributes:
       alpha: weight of the mass, in [0, 1]; 0 ranks by recency alone, 1 by attention alone.
