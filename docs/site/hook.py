@@ -23,7 +23,9 @@ TEXTS: dict[str, str] = {}
 
 def on_config(config: Any) -> Any:
     """Makes the pages, so that the menu has all of them."""
-    if CHECKOUT not in sys.path:  # MkDocs takes the path back once it has read this file, and `train` is in no wheel
+    if (
+        CHECKOUT not in sys.path
+    ):  # MkDocs takes the path back once it has read this file, and `train` is in no wheel
         sys.path.insert(0, CHECKOUT)
     TEXTS.clear()
     TEXTS.update(pages.pages(methods.measured()))
