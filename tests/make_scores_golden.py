@@ -76,7 +76,17 @@ CHINESE = [
     "新闻",
     "体育",
 ]
-CLASSES = ["Date", "Other location", "City", "Individual", "Other entity", "Entity", "Number of something"]
+CLASSES = [
+    "Date",
+    "location",
+    "other",
+    "Another location",
+    "City",
+    "Individual",
+    "Other entity",
+    "Entity",
+    "Number of something",
+]
 LSHT = ["体育", "新闻", "经济 增长"]
 
 BY_TASK = {

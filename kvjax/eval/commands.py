@@ -80,6 +80,11 @@ def single(values: list[Item], flag: str) -> Item:
 
 
 def _run(command: Command) -> None:
+    if command.values["suite"] is not None:
+        from kvjax.eval.suites import command as suites
+
+        suites.run(command.values, model_of, parse_policy)
+        return
     data, values = find(), command.values
     grids: list[grid.Grid] = []
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""Scores of public benchmarks: what lm-eval and rouge-score give, to the digit, and HELMET's rules by hand."""
+"""Scores of public benchmarks: those of lm-eval and rouge-score to the digit, and HELMET's rules by hand."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ def normal_oracle(text: str) -> str:
         ("Answer: Eiffel-Tower\nmore", 1, 0),
         ("label: Eiffel-Tower\nmore", 1, 1),
         ("EIFFEL-TOWER\nQuestion: next", 1, 1),
+        ("I say\nEiffel-Tower", 1, 0),
         ("", 0, 0),
     ],
 )

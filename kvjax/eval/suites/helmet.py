@@ -1,7 +1,7 @@
-"""HELMET's rules (https://arxiv.org/abs/2410.02694), for recall, RAG, re-ranking, in-context learning, summaries.
+"""HELMET's rules (https://arxiv.org/abs/2410.02694): recall, RAG, re-ranking, in-context learning, summaries.
 
-Citation and the tasks that a language model judges are left out. An output is scored twice, raw and by the line
-that follows "Answer:", and the better of the two counts, as the best of several reference answers does.
+Citation and the tasks that a language model judges are left out. An output is scored twice, raw and by the
+line that follows "Answer:"; the better of the two counts, as the best of several reference answers does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""LongBench's scores (https://arxiv.org/abs/2308.14508, https://arxiv.org/abs/2412.15204), as lm-eval has them.
+"""LongBench's scores, as lm-eval has them.
+
+Version 1: https://arxiv.org/abs/2308.14508; version 2, letters: https://arxiv.org/abs/2412.15204.
 
 The best over all reference answers counts. lm-eval strips an output before it is scored (not code) and stops
 few-shot tasks at a line break; kvpress, whose prompts these suites use, cuts few-shot outputs afterwards.
@@ -15,7 +17,10 @@ from collections.abc import Callable, Sequence
 from kvjax.eval.errors import EvalError
 from kvjax.eval.suites import rouge
 
-_CHINESE = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+_CHINESE = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃"
+    "》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
 
 
 def normal(text: str) -> str:
@@ -75,7 +80,7 @@ def _label(output: str, ref: str, classes: Sequence[str]) -> float:
     """One over the number of class names in the output, if the right one is among them.
 
     A class whose name is part of the right one's does not count; names are removed while they are walked
-    through, so that of two such neighbours the second one stays. LongBench does so, and so do all who cite it.
+    through, so that of two such neighbours the second one stays. LongBench does so, and so does lm-eval.
     """
     named = [name for name in classes if name in output]
     for name in named:

@@ -1,8 +1,8 @@
 """ROUGE-L (Lin, 2004), as the two packages count it that published scores come from.
 
-``summary``: ``rouge`` 1.0.1, of LongBench and lm-eval; sentences end at full stops, words at blanks, and words
-count once. ``rouge_l``, ``rouge_lsum``: ``rouge-score`` 0.1.2, of HELMET; lower-case words of letters and
-digits, sentences end at line breaks. Both packages are no longer kept, hence this.
+``summary``: ``rouge`` 1.0.1, of LongBench and lm-eval; sentences end at full stops, words at blanks, and
+words count once. ``rouge_l``, ``rouge_lsum``: ``rouge-score`` 0.1.2, of HELMET; lower-case words of letters
+and digits, sentences end at line breaks. Both packages are no longer kept, hence this.
 """
 
 from __future__ import annotations
