@@ -90,6 +90,7 @@ TABLE = {
     "kvjax.launch": r"kvjax\.(cli|version|sharding(\.(consistency|lost))?)",
     "kvjax.cli": r"kvjax\.(errors|programs|types)|pallas_kernels\.records",
     "kvjax.tune": r"kvjax(\.cli)?|pallas_kernels(\.(dispatch|records|measure\.(device|work)))?",
+    "kvjax.doctor": r"kvjax(\.(cli|tune))?|pallas_kernels(\.(dispatch|records|measure\.work))?",
     "kvjax.decode": r"kvjax\.decode\._.+",
     "kvjax.decode._capacity": rf"{STATE}|kvjax\.(algebra|catalogue)",
     "kvjax.decode._placement": rf"{STATE}|kvjax\.(algebra|layer|metrics|weights|decode\._checks)",

@@ -169,7 +169,17 @@ class Report:
     to: Path | None = option(None, "where to write (default: there)", "DIR")
 
 
-COMMANDS = {kind.__name__.lower(): kind for kind in (Run, Match, Frontier, Tasks, Report)}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leaderboard:
+    """Make the page of who measured what on which device."""
+
+    folders: tuple[Path, ...] = option((), "of results", flag="folders", nargs="*", type=Path)
+    to: Path = option(
+        Path("results/leaderboard"), "where to write; folders of results in it are on the page, too", "DIR"
+    )
+
+
+COMMANDS = {kind.__name__.lower(): kind for kind in (Run, Match, Frontier, Tasks, Report, Leaderboard)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
