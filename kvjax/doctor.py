@@ -187,7 +187,7 @@ def _tuned() -> Iterator[str]:
 
 
 def answers(dtypes: Sequence[str] = DTYPES, policies: Sequence[str] = POLICIES) -> Iterator[tuple[str, bool]]:
-    """(a line, is it right?) for each dtype and policy: the answer of the model in the package, and its time."""
+    """(a line, is it right?) for each dtype and policy: the answer of the model inside, and its time."""
     import kvjax
 
     for dtype in dtypes:
