@@ -105,6 +105,20 @@ def software() -> Iterator[str]:
         yield f"extras not installed: {', '.join(absent)} (pip install 'kvjax[EXTRA]')"
 
 
+def need(*extras: str) -> None:
+    """Refuses to go on without what comes with some extras: for the first cells of a notebook.
+
+    Raises:
+      InputError: a module of one of them is not installed.
+    """
+    for extra in extras:
+        if find_spec(EXTRAS[extra]) is None:
+            raise cli.InputError(
+                f"This needs {EXTRAS[extra]}, which the runtime does not have. Run: pip install "
+                f"'kvjax[{extra}]' (of a checkout pip install -e '.[{extra}]')."
+            )
+
+
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)

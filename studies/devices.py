@@ -62,14 +62,14 @@ POLICIES = ("full", *(f"snapkv(64) + uniform({kept:g})" for kept in (0.75, 0.5, 
 HEAD = """\
 # {title}
 
-{count} device{s} of {memory:.2f} GiB{remark}, {bandwidth:,.0f} GB/s and {flops:,.0f} TFLOP/s by the maker's page.
+{count} device{s} of {memory:.2f} GiB{remark}, {bandwidth:,.0f} GB/s, {flops:,.0f} TFLOP/s by the maker's page.
 Found in: {where}. On paper: added up from shapes, with half of these speeds; nothing was compiled or run.
 Made by
 
     python -m studies.devices --out results/plan/devices
 
 * **weights**: the first of {dtype}, int8 and int4 in which the model and one row fit;
-* **rows**: of {prompt:,} tokens at once while a suite is measured (three copies of the cache, at most {rows});
+* **rows**: of {prompt:,} tokens at once while a suite is measured (three caches, at most {rows});
 * **longest**: tokens of one row that fit with the full cache, and with `snapkv + uniform(0.25)`, whose prompt
   is read layer by layer;
 * **tokens a second**: a decode step of these rows, all together;

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from kvjax import doctor
+from kvjax.cli import InputError
 from pallas_kernels import records
 
 
@@ -42,6 +43,13 @@ def test_a_requirement_that_is_not_met_is_named_with_the_way_out(monkeypatch):
 def test_extras_that_are_absent_are_listed(monkeypatch):
     monkeypatch.setattr(doctor, "find_spec", lambda name: None if name in ("pyarrow", "gguf") else object())
     assert list(doctor.software())[-1].startswith("extras not installed: suites, gguf (")
+
+
+def test_an_extra_that_is_not_here_is_refused_with_the_way_out(monkeypatch):
+    doctor.need()
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"needs matplotlib, .* pip install 'kvjax\[plot\]'"):
+        doctor.need("plot")
 
 
 class Card:

@@ -34,7 +34,7 @@ class Chip:
 THREE_QUARTERS = "three quarters, which JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION)"
 
 # Memory of TPUs: what libtpu lets one program have, less than the chip's. Bandwidths: the pages of Cloud TPU
-# (docs.cloud.google.com/tpu/docs: v5e, v5p, v6e, tpu7x) and NVIDIA's data sheets (A100: the SXM card of 40 GB;
+# (docs.cloud.google.com/tpu/docs: v5e, v5p, v6e, tpu7x) and NVIDIA's data sheets (A100: SXM, 40 GB;
 # H100: SXM; T4: operations of float16, for it has no units for bfloat16). The links' are published for both
 # directions together; here is one.
 CHIPS = {
