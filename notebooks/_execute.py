@@ -1,4 +1,4 @@
-"""Notebooks from their sources: ``python notebooks/_execute.py`` runs each and writes NAME.ipynb beside it.
+"""Notebooks from their sources: ``python notebooks/_execute.py [NAME ...]`` writes NAME.ipynb beside each.
 
 A source is a Python file of cells, ``# %%`` for code and ``# %% [markdown]`` for text (jupytext's percent
 format), behind a header that may name the runtime. The cells of a notebook run in one namespace from top to
@@ -94,8 +94,8 @@ def _outputs(text: str, names: dict[str, Any], count: int) -> list[dict[str, Any
 
 
 def main() -> None:
-    """Writes every notebook."""
-    for path in sources():
+    """Writes every notebook, or those that are named."""
+    for path in [path for path in sources() if not sys.argv[1:] or path.stem in sys.argv[1:]]:
         file = path.with_suffix(".ipynb")
         notebook = json.dumps(execute(path)[0], ensure_ascii=False, indent=1)
         file.write_text(notebook + "\n", encoding="utf-8")

@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Speed and memory
 #
-# Context against bytes and time under four policies, on whatever device this runs: a CPU takes a minute, and a GPU
-# or TPU runs the same cells with a larger model.
+# Context against bytes and time under four policies, on whatever device this runs: a CPU takes a minute, and
+# a GPU or TPU runs the same cells with a larger model.
 
 # %%
 # The runtime's jax stays: it is asked for by its version, and pip leaves it alone, or says why it cannot.
@@ -32,8 +32,6 @@ print("\n".join((*doctor.software(), *doctor.devices())))
 
 # %%
 import time
-
-import numpy as np
 
 import kvjax
 

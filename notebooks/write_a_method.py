@@ -8,8 +8,8 @@
 # %% [markdown]
 # # A method of your own in ten lines
 #
-# An eviction is a score for every token of a prompt. This notebook writes one, holds it to three laws, and draws
-# its curve beside five published methods. It runs on a CPU.
+# An eviction is a score for every token of a prompt. This notebook writes one, holds it to three laws, and
+# draws its curve beside five published methods. It runs on a CPU.
 
 # %%
 # The runtime's jax stays: it is asked for by its version, and pip leaves it alone, or says why it cannot.
@@ -43,9 +43,9 @@ model = kvjax.load()
 text = model.text
 
 # %% [markdown]
-# The whole method. `needs` says what it wants to see, `score_prompt` gets it for B rows, K KV heads and T tokens
-# of one layer, and the tokens with the highest scores stay. Here: a large value behind a small key. K-norm knows
-# the half of it; that values matter, too, is what VATP says.
+# The whole method. `needs` says what it wants to see, `score_prompt` gets it for B rows, K KV heads and T
+# tokens of one layer, and the tokens with the highest scores stay. Here: a large value behind a small key.
+# K-norm knows the half of it; that values matter, too, is what VATP says.
 
 
 # %%
@@ -98,12 +98,12 @@ same = np.asarray(kvjax.metrics.present(alone))[:, 0] == held[:, 0]
 print("no row sees another:", bool(same.all()))
 
 # %% [markdown]
-# In a file of `kvjax/policies`, or of a package of yours, a method gets all laws by itself: `EXAMPLES` says with
-# which budgets, and `pytest tests/test_conformance.py` runs them.
+# In a file of `kvjax/policies`, or of a package of yours, a method gets all laws by itself: `EXAMPLES` says
+# with which budgets, and `pytest tests/test_conformance.py` runs them.
 #
 # ## Its curve
 #
-# How many of the numbers are still found, at three budgets. Budgets are traced: a method compiles once for all.
+# How many of the numbers are still found, at three budgets. Budgets are traced: a method compiles once.
 
 # %%
 budgets = (0.5, 0.25, 0.125)

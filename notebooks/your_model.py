@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Your model under several policies
 #
-# A checkpoint of the hub on a GPU or TPU: what it answers under a policy, which bytes it holds, how fast it writes,
-# and what each KV head keeps. Where the hub cannot be reached, the small model inside kvjax takes its place.
+# A checkpoint of the hub on a GPU or TPU: what it answers under a policy, which bytes it holds, how fast it
+# writes, and what each KV head keeps. Where the hub cannot be reached, the small model inside kvjax takes its place.
 
 # %%
 # The runtime's jax stays: it is asked for by its version, and pip leaves it alone, or says why it cannot.
@@ -93,8 +93,8 @@ for policy, seconds in speed.items():
     print(f"{policy:28} measured: {seconds:.3f} s for {len(ids)} tokens read and {new} written")
 
 # %% [markdown]
-# What each head keeps: a line a layer and KV head, a column sixteen tokens of the prompt, dark where all of them
-# are held. The number is in the middle.
+# What each head keeps: a line a layer and KV head, a column sixteen tokens of the prompt, dark where all of
+# them are held. The number is in the middle.
 
 # %%
 from matplotlib.figure import Figure

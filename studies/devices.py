@@ -62,7 +62,7 @@ POLICIES = ("full", *(f"snapkv(64) + uniform({kept:g})" for kept in (0.75, 0.5, 
 HEAD = """\
 # {title}
 
-{count} device{s} of {memory:.2f} GiB{remark}, {bandwidth:,.0f} GB/s, {flops:,.0f} TFLOP/s by the maker's page.
+{count} device{s} of {memory:.2f} GiB{remark}, {bandwidth:,.0f} GB/s, {flops:,.0f} TFLOP/s (the maker's page).
 Found in: {where}. On paper: added up from shapes, with half of these speeds; nothing was compiled or run.
 Made by
 
