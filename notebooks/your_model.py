@@ -10,7 +10,8 @@
 # # Your model under several policies
 #
 # A checkpoint of the hub on a GPU or TPU: what it answers under a policy, which bytes it holds, how fast it
-# writes, and what each KV head keeps. Where the hub cannot be reached, the small model inside kvjax takes its place.
+# writes, and what each KV head keeps. Where the hub cannot be reached, the small model inside kvjax takes its
+# place.
 
 # %%
 # The runtime's jax stays: it is asked for by its version, and pip leaves it alone, or says why it cannot.

@@ -134,6 +134,7 @@ TABLE = {
     "train.embedded.tasks": r"train(\.(rows|text|embedded\.tasks(\..+)?))?|kvjax(\.(?!serve).+)?",
     "train.embedded": rf"train(\..+)?|{TRAINED}",
     "studies": r"kvjax(\.(?!serve).+)?",
+    "studies.devices": r"pallas_kernels\.measure\.chips|kvjax(\.(?!serve).+)?",
     "studies.claims": r"studies\.judges|kvjax\.(cli|eval\..+)",
     "studies.topk_phi": r"studies\.topk_phi(\..+)?|benchmarks(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?"
     r"|pallas_kernels\.(blockwise|phi)\.api",
