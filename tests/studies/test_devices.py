@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 from pathlib import Path
 
 import pytest
 
+from kvjax import catalogue
 from kvjax.eval import arguments
 from kvjax.models import published
-from kvjax.plan import sizes
+from kvjax.plan import _estimate, sizes
+from kvjax.plan._deployment import Deployment
 from pallas_kernels.measure.chips import CHIPS
 from studies import devices
 
@@ -39,6 +42,29 @@ def test_rows_are_the_most_that_fit_and_weights_the_widest():
     assert most(found.rows) <= memory < most(found.rows + 1)
     assert need(1, "int8", context=found.longest[0], copies=1) <= memory
     assert need(1, "int8", context=found.longest[0] + 1024, copies=1) > memory
+
+
+PLANS = sorted(path.stem for path in STORED.parent.glob("*.json"))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_totals_are_near_those_of_compiled_plans(name):
+    plan = json.loads((STORED.parent / f"{name}.json").read_text("utf-8"))
+    axes = dict(word.split("=") for word in plan["mesh"].split(","))
+    case = Deployment(
+        spec=published.spec(plan["model"]),
+        policy=catalogue.policy(plan["policy"]),
+        mesh=_estimate.abstract(*(int(axes[axis]) for axis in ("data", "tensor", "context"))),
+        rows=plan["rows"],
+        context=plan["context"],
+        share=plan["share"],
+    )
+    needed = sizes.need(case)
+    assert needed.weights + needed.reading == pytest.approx(plan["prefill"]["total"], rel=0.05)
+    assert needed.weights + needed.answering == pytest.approx(plan["step"]["total"], rel=0.05)
+    # A step takes at least as long as the compiled one's bytes do.
+    work = sizes.work(case)
+    assert work.step_bytes == pytest.approx(plan["roofline"]["weights"] + plan["roofline"]["cache"], rel=0.01)
 
 
 def test_more_memory_and_speed_are_never_worse():
