@@ -119,6 +119,7 @@ def longbench(rng: np.random.Generator, task: str) -> list[object]:
     refs = [text(rng, words, 30) or "yes" for _ in range(int(rng.integers(1, 4)))]
     if classes:
         refs = [str(rng.choice(classes))]
+        output += refs[0] if rng.random() < 0.7 else ""
     elif "retrieval" in task:
         refs = [("段落" if task.endswith("zh") else "Paragraph ") + str(rng.choice([3, 12]))]
         output += refs[0] if rng.random() < 0.5 else ""
