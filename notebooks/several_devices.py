@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Several devices
 #
-# A mesh, what a model needs on devices that are not here, and a compressed context that is saved on one device
-# and reopened on two. On a TPU host with several chips it uses them; on a CPU they are virtual.
+# A mesh, what a model needs on devices that are not here, and a compressed context that is saved on one
+# device and reopened on two. On a TPU host with several chips it uses them; on a CPU they are virtual.
 
 # %%
 # The runtime's jax stays: it is asked for by its version, and pip leaves it alone, or says why it cannot.
@@ -25,12 +25,12 @@ if KVJAX:
     subprocess.run(pip, check=True)
 
 # %%
+import contextlib
+
 import jax
 
-try:  # on a CPU: two virtual devices, if nothing has used the one that is there
+with contextlib.suppress(RuntimeError):  # on a CPU: two virtual devices, if nothing has used the one there is
     jax.config.update("jax_num_cpu_devices", 2)
-except RuntimeError:
-    pass
 
 from kvjax import doctor
 
@@ -83,8 +83,8 @@ for model, held in ((one, state), (several, reopened.state)):
 print("next token:", repr(text.decode(ends[:1])), "| the same on the mesh:", ends[0] == ends[1])
 
 # %% [markdown]
-# Before devices are rented: what a model needs on them, from shapes alone. `python -m kvjax.plan` compiles for
-# TPUs and GPUs that are not here, and knows more.
+# Before devices are rented: what a model needs on them, from shapes alone. `python -m kvjax.plan` compiles
+# for TPUs and GPUs that are not here, and knows more.
 
 # %%
 from kvjax.models import published
