@@ -39,7 +39,8 @@ how many rows fit, how many hours it takes and, with `--price`, what it costs; i
 
     pip install -e '.[suites]'
     python -m kvjax.eval run --suite kvpress-ruler-4k --model Qwen/Qwen3-8B \\
-        --policy "snapkv + uniform({{}})" --policy "adakv" --by "YOUR NAME" --out results/leaderboard/qwen3-8b
+        --policy "snapkv(64) + uniform({{}})" --policy "adakv" \\
+        --by "YOUR NAME" --out results/leaderboard/qwen3-8b
 
 `{{}}` is what stays where kvpress's ratios 0.25, 0.5, 0.75 and 0.875 are removed. `--protocol aware`
 compresses the question, too. The folder also gets `kvpress/`, the layout of kvpress's own results. Suites:
