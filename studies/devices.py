@@ -142,7 +142,8 @@ def fit(machine: Machine, model: str) -> Fit | None:
         whole = [one for one in cases.values() if one is not None]
         if len(whole) < len(cases):
             return None
-        rows = min(ROWS, *(sizes.most_rows(one, chip.memory, COPIES) for one in whole))
+        # Of the policies the first two need the most: the larger cache, and whole prompts with a large one.
+        rows = min(ROWS, *(sizes.most_rows(one, chip.memory, COPIES) for one in whole[:2]))
         if not rows:
             continue
         longest = [sizes.longest(one, chip.memory) for one in (whole[0], whole[3])]
