@@ -76,25 +76,24 @@ words = "The road went on between the trees, and the evening was quiet and cold.
 
 
 def prompt(number):
-    before = int(rng.integers(2, 16))
-    filler = words * before, words * (18 - before)
+    before = int(rng.integers(1, 7))
+    filler = words * before, words * (8 - before)
     needle = f"The secret number for apple-river is {number}. "
     question = "What is the secret number for apple-river? The secret number for apple-river is"
     return text.encode(filler[0] + needle + filler[1] + question)
 
 
-numbers = [str(number) for number in rng.integers(10_000, 99_999, 6)]
+numbers = [str(number) for number in rng.integers(10_000, 99_999, 8)]
 prompts = [prompt(number) for number in numbers]
-context = 512
-state, _ = kvjax.prefill(model, lean, prompts, context=context)
+state, _ = kvjax.prefill(model, lean, prompts, context=256)
 held = np.asarray(kvjax.metrics.present(state))  # [L, B, K, C]
 lengths = [len(one) for one in prompts]
 
 share = np.asarray([held[:, row].sum(-1).mean() / n for row, n in enumerate(lengths)])
 print("a quarter stays:", bool((abs(share - 0.25) < 0.02).all()))
 print("sinks stay:", bool(held[..., :4].all()))
-alone, _ = kvjax.prefill(model, lean, prompts[:1], context=context)
-same = np.asarray(kvjax.metrics.present(alone))[:, 0] == held[:, 0]
+other, _ = kvjax.prefill(model, lean, prompts[::-1], context=256)
+same = np.asarray(kvjax.metrics.present(other))[:, ::-1] == held
 print("no row sees another:", bool(same.all()))
 
 # %% [markdown]

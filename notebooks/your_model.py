@@ -61,7 +61,7 @@ print(model.name)
 # A page with a number in it, and a question. A model with a chat template is asked in it.
 
 # %%
-filler = "The road went on between the trees, and the evening was quiet and cold. " * 18
+filler = "The road went on between the trees, and the evening was quiet and cold. " * 10
 page = filler + "The secret number for apple-river is 48213. " + filler
 question = "What is the secret number for apple-river?"
 if text.template is None:
@@ -75,7 +75,6 @@ policies = (
     "full",
     "int8(16)",
     "snapkv(16) + uniform(0.25)",
-    "keydiff + uniform(0.25)",
     "window(128) + sinks(4)",
 )
 new = 4 if model.name == "embedded" else 32
@@ -100,7 +99,7 @@ for policy, seconds in speed.items():
 # %%
 from matplotlib.figure import Figure
 
-shown = ("snapkv(16) + uniform(0.25)", "keydiff + uniform(0.25)", "window(128) + sinks(4)")
+shown = ("snapkv(16) + uniform(0.25)", "window(128) + sinks(4)")
 figure = Figure(figsize=(9, 3), layout="constrained")
 for axes, policy in zip(figure.subplots(1, len(shown), sharey=True), shown):
     held = np.asarray(kvjax.metrics.present(states[policy]))[:, 0, :, : len(ids)]  # [L, K, T]
