@@ -41,8 +41,8 @@ contexts, new = (256, 1024), 16
 policies = ("full", "int8(16)", "window(128) + sinks(4)")
 
 # %% [markdown]
-# A prompt is read and one token is written, and again with 16 more: the first time compiles. `live` bytes hold
-# tokens; `allocated` is what the device gave.
+# A prompt is read and one token is written, and again with 16 more: the first time compiles. `live` bytes
+# hold tokens; `allocated` is what the device gave.
 
 # %%
 words = text.encode("The road went on between the trees, and the evening was quiet and cold. " * 200)
