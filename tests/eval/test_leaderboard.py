@@ -13,7 +13,7 @@ from eval_rows import BAD, GOOD, changed, row
 from kvjax.eval import arguments
 from kvjax.eval.__main__ import main
 from kvjax.eval.measure.row import as_json
-from kvjax.eval.measure.store import RESULTS
+from kvjax.eval.measure.store import ABOUT, RESULTS, SCHEMA
 from kvjax.eval.report import leaderboard
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +23,7 @@ ALL = [1.0] * 200
 def folder(home: Path, rows, **facts) -> Path:
     home.mkdir()
     (home / RESULTS).write_text("".join(json.dumps(as_json(one)) + "\n" for one in rows))
+    (home / ABOUT).write_text(json.dumps({"schema": SCHEMA}))
     if facts:
         (home / "suite.json").write_text(json.dumps(facts))
     return home

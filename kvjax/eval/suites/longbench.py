@@ -85,7 +85,7 @@ def _label(output: str, ref: str, classes: Sequence[str]) -> float:
     named = [name for name in classes if name in output]
     for name in named:
         if name in ref and name != ref:
-            pass  # noqa: B909
+            named.remove(name)  # noqa: B909
     return 1.0 / len(named) if ref in named else 0.0
 
 
