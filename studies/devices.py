@@ -47,7 +47,7 @@ MACHINES = {
     "v6e-1": Machine("TPU v6e, one chip", "v6e", 1, "Colab; Cloud TPU"),
 }
 
-MODELS = ("qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-7b", "qwen3-8b", "llama-3.1-8b", "llama-3.1-70b")
+MODELS = ("qwen2.5-0.5b", "llama-3.2-1b", "qwen3-8b", "llama-3.1-8b")
 WEIGHTS = (None, "int8", "int4")
 
 SAMPLES = 13 * 500
