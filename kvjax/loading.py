@@ -118,6 +118,22 @@ class OwnModel:
         return _own_text(self.name, self.tokenizer)
 
 
+def outline(source: str | None, dtype: str | None = None) -> tuple[LanguageModel, str]:
+    """A model without its weights, which are neither fetched nor read: sizes and tokenizer; and its dtype.
+
+    Args:
+      source, dtype: as in ``load``, but no module.
+
+    Raises:
+      ModelError: as ``load``, but for the weights.
+    """
+    from kvjax.models import hf
+
+    spec, stored, place = hf.read_outline(embedded_folder() if source is None else source)
+    model = LanguageModel(name=EMBEDDED if source is None else source, spec=spec, params={}, folder=place)
+    return model, dtype or ("float32" if source is None else stored) or "float32"
+
+
 def _own_text(name: str, tokenizer: Text | None) -> Text:
     if tokenizer is None:
         from kvjax.models.hf_config import ModelError

@@ -1,13 +1,14 @@
-"""Notebooks from their sources: ``python notebooks/_execute.py`` runs each and writes NAME.ipynb beside it.
+"""Notebooks from their sources: ``python notebooks/_execute.py [NAME ...]`` writes NAME.ipynb beside each.
 
 A source is a Python file of cells, ``# %%`` for code and ``# %% [markdown]`` for text (jupytext's percent
-format). The cells of a notebook run in one namespace from top to bottom; what a cell prints and the value of
-its last expression are stored with it. Nothing but Python is needed, and equal runs write equal files.
+format), behind a header that may name the runtime. The cells of a notebook run in one namespace from top to
+bottom; what a cell prints and the value of its last expression are stored with it, a figure as a picture.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
 import io
 import json
@@ -25,6 +26,15 @@ METADATA = {
 def sources() -> list[Path]:
     """Every notebook source, by name."""
     return sorted(path for path in FOLDER.glob("*.py") if not path.name.startswith("_"))
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    """What the notebook says of itself: ``METADATA``, and of its header the runtime it is meant for."""
+    import yaml
+
+    header = path.read_text(encoding="utf-8").split("# ---\n")[1]
+    said = yaml.safe_load("\n".join(line.removeprefix("# ") for line in header.splitlines()))["jupyter"]
+    return METADATA | {name: said[name] for name in ("accelerator", "colab") if name in said}
 
 
 def cells(path: Path) -> list[tuple[str, str]]:
@@ -55,7 +65,7 @@ def execute(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             count += 1
             cell |= {"execution_count": count, "outputs": _outputs(text, names, count)}
         made.append(cell | {"source": text.splitlines(keepends=True)})
-    return {"cells": made, "metadata": METADATA, "nbformat": 4, "nbformat_minor": 5}, names
+    return {"cells": made, "metadata": metadata(path), "nbformat": 4, "nbformat_minor": 5}, names
 
 
 def _outputs(text: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
@@ -72,7 +82,11 @@ def _outputs(text: str, names: dict[str, Any], count: int) -> list[dict[str, Any
         lines = printed.getvalue().splitlines(keepends=True)
         found.append({"name": "stdout", "output_type": "stream", "text": lines})
     if value is not None:
-        data = {"text/plain": repr(value).splitlines(keepends=True)}
+        data: dict[str, Any] = {"text/plain": repr(value).splitlines(keepends=True)}
+        if hasattr(value, "savefig"):
+            picture = io.BytesIO()
+            value.savefig(picture, format="png", dpi=80, metadata={"Software": None})
+            data["image/png"] = base64.b64encode(picture.getvalue()).decode()
         found.append(
             {"data": data, "execution_count": count, "metadata": {}, "output_type": "execute_result"}
         )
@@ -80,8 +94,8 @@ def _outputs(text: str, names: dict[str, Any], count: int) -> list[dict[str, Any
 
 
 def main() -> None:
-    """Writes every notebook."""
-    for path in sources():
+    """Writes every notebook, or those that are named."""
+    for path in [path for path in sources() if not sys.argv[1:] or path.stem in sys.argv[1:]]:
         file = path.with_suffix(".ipynb")
         notebook = json.dumps(execute(path)[0], ensure_ascii=False, indent=1)
         file.write_text(notebook + "\n", encoding="utf-8")

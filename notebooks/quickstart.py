@@ -2,26 +2,30 @@
 # jupyter:
 #   jupytext:
 #     text_representation: {extension: .py, format_name: percent}
+#   accelerator: NONE
 # ---
 
 # %% [markdown]
 # # kvjax in five minutes
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/kvjax/kvjax/blob/main/notebooks/quickstart.ipynb)
 #
 # A small trained model ships with the package; everything below runs on a CPU, without an account.
 
 # %%
-# On Colab this installs kvjax; anywhere else it does nothing. Colab's jax is built for its GPU and TPU
-# runtimes, so the version that is there is asked for by name: pip leaves it alone, or says why it cannot.
-import sys
+# The runtime's jax stays: it is asked for by its version, and pip leaves it alone, or says why it cannot.
+KVJAX = ""  # a checkout or a wheel on this machine, such as "/content/kvjax"; "" where kvjax is installed
 
-if "google.colab" in sys.modules:
+if KVJAX:
     import subprocess
+    import sys
     from importlib.metadata import version
 
-    package = "kvjax @ git+https://github.com/kvjax/kvjax"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", package, f"jax=={version('jax')}"]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", KVJAX, f"jax=={version('jax')}"]
     subprocess.run(pip, check=True)
+
+# %%
+from kvjax import doctor
+
+print("\n".join((*doctor.software(), *doctor.devices())))
 
 # %%
 import kvjax

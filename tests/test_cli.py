@@ -25,6 +25,7 @@ COMMANDS = {
     "kvjax.weights": "kvjax.weights.__main__",
     "kvjax.plan": "kvjax.plan.__main__",
     "kvjax.catalogue": "kvjax.catalogue._table",
+    "kvjax.doctor": "kvjax.doctor",
 }
 
 # --- outcomes ------------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ TABLE = {
     "kvjax.launch": r"kvjax\.(cli|version|sharding(\.(consistency|lost))?)",
     "kvjax.cli": r"kvjax\.(errors|programs|types)|pallas_kernels\.records",
     "kvjax.tune": r"kvjax(\.cli)?|pallas_kernels(\.(dispatch|records|measure\.(device|work)))?",
+    "kvjax.doctor": r"kvjax(\.(cli|tune))?|pallas_kernels(\.(dispatch|records|measure\.work))?",
     "kvjax.decode": r"kvjax\.decode\._.+",
     "kvjax.decode._capacity": rf"{STATE}|kvjax\.(algebra|catalogue)",
     "kvjax.decode._placement": rf"{STATE}|kvjax\.(algebra|layer|metrics|weights|decode\._checks)",
@@ -136,6 +137,7 @@ TABLE = {
     "train.embedded.tasks": r"train(\.(rows|text|embedded\.tasks(\..+)?))?|kvjax(\.(?!serve).+)?",
     "train.embedded": rf"train(\..+)?|{TRAINED}",
     "studies": r"kvjax(\.(?!serve).+)?",
+    "studies.devices": r"pallas_kernels\.measure\.chips|kvjax(\.(?!serve).+)?",
     "studies.claims": r"studies\.judges|kvjax\.(cli|eval\..+)",
     "studies.topk_phi": r"studies\.topk_phi(\..+)?|benchmarks(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?"
     r"|pallas_kernels\.(blockwise|phi)\.api",

@@ -152,6 +152,8 @@ def _evaluate(page: str) -> str:
         [
             "# Evaluate",
             section("README.md", "Serve and evaluate", page),
+            "Benchmarks and models that others know, one command a model, with hours and memory said before: "
+            "[the leaderboard](../results/leaderboard/README.md).",
             section("README.md", "Which policy", page),
             "## Tasks",
             markdown(["task", "group", "metric", "tokens, at least", "data"], rows),

@@ -30,6 +30,18 @@ _RAW = (
 _LENGTHS = "tokens; BOS, what the chat template writes, question and answer are counted"
 
 
+_SUITE = (
+    "its rows from the hub, its prompts and scores: kvpress-ruler-4k, -8k, -16k, longbench, longbench-TASK, "
+    "longbench-v2"
+)
+_PRICE = cli.Rule(float, lambda x: 0 <= x < 1e6, "a number, 0 or more")
+_RATIO = cli.Rule(float, lambda x: 0 < x < 1, "a number above 0, below 1")
+
+
+def _ratios(text: str) -> list[float]:
+    return [_RATIO(word) for word in cli.words(text)] or [_RATIO("")]
+
+
 def add_model(parser: argparse._ActionsContainer) -> None:
     """The options of every command that loads a model."""
     cli.add(parser, "--model", default=EMBEDDED)
@@ -68,11 +80,23 @@ class Run(TaskOptions):
     )
     policy: tuple[str, ...] = shared("--policy", (), "one-string form; several times", action="append")
     lengths: tuple[int, ...] = option((512,), _LENGTHS, "N,N", type=cli.numbers(64))
-    samples: int = option(50, "of a cell")
+    samples: int | None = option(None, "of a cell (default: 50); of each task of a suite (default: all)")
     seeds: tuple[int, ...] = option((0,), "of samples", "N,N", type=cli.numbers(0))
     protocol: str = option("agnostic", _PROTOCOL, choices=(*PROTOCOLS, "both"))
     out: Path = shared("--out", help="folder of results, resumed if there", required=True)
     progress: bool | None = shared("--progress")
+    suite: str | None = option(None, _SUITE, "NAME", group="a public benchmark")
+    ratios: tuple[float, ...] = option(
+        (),
+        "shares of a prompt removed: {} in a policy is what stays (default: kvpress's four)",
+        "X,X",
+        type=_ratios,
+    )
+    rows: Path | None = option(None, "its data set, from the hub by 'hf download', or a file", "DIR|FILE")
+    revision: str | None = option(None, "of the data set (default: the newest)", "COMMIT")
+    price: float | None = option(None, "of an hour of the device, to estimate the cost", type=_PRICE)
+    by: str | None = option(None, "who measures, for the leaderboard", "NAME")
+    dry_run: bool = option(False, "say rows, hours and cost, and stop")
 
     def jobs(self) -> tuple[Job, ...]:
         """The jobs of ``--config``, and that of ``--task``.
@@ -93,14 +117,20 @@ class Run(TaskOptions):
                 tasks=[name for names in self.task for name in names],
                 lengths=list(self.lengths),
                 policies=list(self.policy),
-                samples=self.samples,
+                samples=self.samples or 50,
                 seeds=list(self.seeds),
                 protocols=protocols,
                 weights=self.weights,
             )
             jobs = (*jobs, own)
+        if self.suite is not None:
+            if jobs:
+                raise EvalError(f"--suite {self.suite} is a run of its own. Leave --task and --config out.")
+            return ()
         if not jobs:
-            raise EvalError("run has nothing to do. Give --task and --policy, or --config.")
+            raise EvalError(
+                "run has nothing to do. Give --task and --policy, or --config, or --suite and --policy."
+            )
         return jobs
 
 
@@ -139,7 +169,17 @@ class Report:
     to: Path | None = option(None, "where to write (default: there)", "DIR")
 
 
-COMMANDS = {kind.__name__.lower(): kind for kind in (Run, Match, Frontier, Tasks, Report)}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leaderboard:
+    """Make the page of who measured what on which device."""
+
+    folders: tuple[Path, ...] = option((), "of results", flag="folders", nargs="*", type=Path)
+    to: Path = option(
+        Path("results/leaderboard"), "where to write; folders of results in it are on the page, too", "DIR"
+    )
+
+
+COMMANDS = {kind.__name__.lower(): kind for kind in (Run, Match, Frontier, Tasks, Report, Leaderboard)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

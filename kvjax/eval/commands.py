@@ -28,6 +28,7 @@ def do(words: Sequence[str]) -> None:
     """Runs the command that the words name; results on standard output."""
     command = arguments.parse(words)
     run = {"run": _run, "tasks": _tasks, "report": _report, "match": _match, "frontier": _frontier}
+    run["leaderboard"] = _leaderboard
     run[command.what](command)
 
 
@@ -80,6 +81,11 @@ def single(values: list[Item], flag: str) -> Item:
 
 
 def _run(command: Command) -> None:
+    if command.values["suite"] is not None:
+        from kvjax.eval.suites import command as suites
+
+        suites.run(command.values, model_of, parse_policy)
+        return
     data, values = find(), command.values
     grids: list[grid.Grid] = []
     notes: list[str] = []
@@ -184,6 +190,15 @@ def _report(command: Command) -> None:
     (to / "report.html").write_text(html.page(results, pictures), encoding="utf-8")
     for file in (to / "report.md", to / "report.html", *pictures):
         print(file)
+
+
+def _leaderboard(command: Command) -> None:
+    from kvjax.eval.report import leaderboard
+
+    folders = command.values["folders"]
+    if missing := [folder for folder in folders if not (folder / RESULTS).is_file()]:
+        raise EvalError(f"{missing[0]} has no {RESULTS}. Give folders that 'python -m kvjax.eval run' wrote.")
+    print(leaderboard.write(folders, command.values["to"]))
 
 
 def _can_draw() -> bool:

@@ -156,6 +156,16 @@ def read_spec(source: str | Path) -> tuple[ModelSpec, str | None]:
     return _read_spec(_place_of(source, _WANTED[:2]))[:2]
 
 
+def read_outline(source: str | Path) -> tuple[ModelSpec, str | None, Path]:
+    """``read_spec``, and the place with the tokenizer beside the config; weights are not fetched.
+
+    Raises:
+      ModelError: as ``load``, but for the weights.
+    """
+    place = _place_of(source, (*_WANTED[:2], *_TOKENIZER))
+    return *_read_spec(place)[:2], place
+
+
 def _read_spec(folder: Path) -> tuple[ModelSpec, str | None, dict[str, Any], Header | None]:
     """Sizes, the dtype that is named, the config they are from, and the header of a GGUF file."""
     if folder.is_file():

@@ -68,6 +68,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
     },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
     "llama-3.2-1b": _llama_31(hidden=2048, mlp=8192, layers=16, heads=32)
     | {
         "head_dim": 64,

@@ -31,9 +31,12 @@ class Chip:
     remark: str = ""
 
 
+THREE_QUARTERS = "three quarters, which JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+
 # Memory of TPUs: what libtpu lets one program have, less than the chip's. Bandwidths: the pages of Cloud TPU
-# (docs.cloud.google.com/tpu/docs: v5e, v5p, v6e, tpu7x) and NVIDIA's data sheet of the H200. The links' are
-# published for both directions together; here is one.
+# (docs.cloud.google.com/tpu/docs: v5e, v5p, v6e, tpu7x) and NVIDIA's data sheets (A100: SXM, 40 GB;
+# H100: SXM; T4: operations of float16, for it has no units for bfloat16). The links' are published for both
+# directions together; here is one.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -41,6 +44,38 @@ CHIPS = {
         Chip(name="v6e", memory=int(31.25 * GIB), bandwidth=1638e9, links=400e9, flops=918e12),
         Chip(name="v5p", memory=int(95.74 * GIB), bandwidth=2765e9, links=600e9, flops=459e12),
         Chip(name="tpu7x", memory=int(94.75 * GIB), bandwidth=3690e9, links=300e9, flops=1153.5e12),
+        Chip(
+            name="t4",
+            memory=int(0.75 * 15e9),
+            bandwidth=300e9,
+            links=16e9,
+            flops=65e12,
+            remark=f"of 15 GB that are free {THREE_QUARTERS}",
+        ),
+        Chip(
+            name="l4",
+            memory=int(0.75 * 23e9),
+            bandwidth=300e9,
+            links=32e9,
+            flops=121e12,
+            remark=f"of 23 GB that are free {THREE_QUARTERS}",
+        ),
+        Chip(
+            name="a100",
+            memory=int(0.75 * 42e9),
+            bandwidth=1555e9,
+            links=300e9,
+            flops=312e12,
+            remark=f"of 42 GB {THREE_QUARTERS}",
+        ),
+        Chip(
+            name="h100",
+            memory=int(0.75 * 85e9),
+            bandwidth=3350e9,
+            links=450e9,
+            flops=989e12,
+            remark=f"of 85 GB {THREE_QUARTERS}",
+        ),
         Chip(
             name="h200",
             memory=int(0.75 * 150e9),

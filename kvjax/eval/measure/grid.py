@@ -33,6 +33,7 @@ class Grid:
       skipped: (task, length, length from which the task fits) where a task does not fit.
       weights: of learned policies, by (policy, weights) of a cell.
       remarks: about these weights, to be shown before anything is measured.
+      tasks: those that are not in ``kvjax.eval.tasks``, by name.
     """
 
     cells: tuple[Cell, ...]
@@ -40,6 +41,11 @@ class Grid:
     skipped: tuple[tuple[str, int, int], ...]
     weights: dict[tuple[str, str], Params] = dataclasses.field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    tasks: dict[str, Task] = dataclasses.field(default_factory=dict)
+
+    def task(self, name: str) -> Task:
+        """The task of a cell."""
+        return self.tasks.get(name) or all_tasks()[name]
 
 
 def build(
@@ -150,4 +156,5 @@ def joined(grids: Sequence[Grid]) -> Grid:
         policies=policies,
         skipped=tuple(skip for grid in grids for skip in grid.skipped),
         weights={key: weights for grid in grids for key, weights in grid.weights.items()},
+        tasks={name: task for grid in grids for name, task in grid.tasks.items()},
     )

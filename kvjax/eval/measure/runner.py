@@ -19,7 +19,6 @@ import numpy as np
 from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.decode import PromptActivations
-from kvjax.eval import tasks
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import batch
 from kvjax.eval.measure.grid import FULL, Grid
@@ -73,13 +72,16 @@ def draw(
     count: int,
     chat: bool = False,
 ) -> Samples:
-    """The samples of a cell: the same for every policy, each from a generator of its own.
+    """The samples of a cell: the same for every policy, each from a generator of its own, or read.
 
     With ``chat`` they are put through the model's chat template, whose tokens count towards ``length``.
 
     Raises:
       EvalError: data that has no generated twin is missing, or nothing fits.
     """
+    if task.read is not None:
+        return task.read(length)
+    assert task.make is not None
     for name in task.needs:
         data.raw(name)
     drawn: Samples = []
@@ -90,10 +92,17 @@ def draw(
     return drawn
 
 
-def batched(samples: Samples, length: int) -> tuple[int, list[Samples]]:
+def most_rows(length: int) -> int:
+    """Rows of a batch, where nobody planned them for the device."""
+    return max(1, min(64, TOKENS // length))
+
+
+def batched(
+    samples: Samples, length: int, most: Callable[[int], int] = most_rows
+) -> tuple[int, list[Samples]]:
     """(rows of every batch, the batches): as few as the memory of one allows, of nearly one size."""
-    most = max(1, min(64, TOKENS // length))
-    count = -(-len(samples) // most)
+    most_of_one = most(length)
+    count = -(-len(samples) // most_of_one)
     rows = -(-len(samples) // count)
     return rows, [samples[i : i + rows] for i in range(0, len(samples), rows)]
 
@@ -106,6 +115,7 @@ def run(
     *,
     say: Callable[[str], None] = lambda line: None,
     shown: bool | None = None,
+    most: Callable[[int], int] = most_rows,
 ) -> None:
     """Measures every cell that is not finished yet.
 
@@ -115,6 +125,7 @@ def run(
       store: finished cells, and where new ones go.
       say: called with one line a finished cell.
       shown: a bar on standard error; None shows it to terminals.
+      most: rows of a batch by length.
 
     Raises:
       EvalError: a length the model was not made for, or a store that has the task asked the other way.
@@ -139,7 +150,7 @@ def run(
     with tqdm(total=total, unit="token", unit_scale=True, file=sys.stderr, disable=hidden) as bar:
         for block in blocks(work, grid.policies):
             first = block[0]
-            task = tasks.tasks()[first.task]
+            task = grid.task(first.task)
             if any(length != first.length for _, length, *_ in drawn):
                 drawn.clear()
             if first.drawn not in drawn:
@@ -154,7 +165,7 @@ def run(
                 )
             samples = drawn[first.drawn]
             bar.set_description(f"{first.task} {first.length}")
-            parts = (block, samples, grid, model, store, references, shared, bar.update)
+            parts = (block, samples, grid, model, store, references, shared, most, bar.update)
             for cell, batches in _finished(*parts):
                 policy, whole = grid.policies[cell.policy], full.get(cell.drawn)
                 finished = row(cell, task, policy, model, samples, batches, whole, data.source)
@@ -198,11 +209,12 @@ def _finished(
     store: Store,
     references: References,
     shared: bool,
+    most: Callable[[int], int],
     tick: Callable[[int], object],
 ) -> Iterator[tuple[Cell, list[batch.Batch]]]:
     """Each cell of a block with its batches, when the last one is measured; the others are kept on disk."""
     first = block[0]
-    rows, parts = batched(samples, first.length)
+    rows, parts = batched(samples, first.length, most)
     context = decode.bucket(first.length, model.network.max_positions)
     for at, part in enumerate(parts):
         make: dict[str, Any] = {"model": model, "samples": part, "protocol": first.protocol}
@@ -235,7 +247,7 @@ def _measured(
 ) -> batch.Batch:
     """The ``at``-th batch of a cell."""
     reference = None
-    if tasks.tasks()[cell.task].compares:
+    if grid.task(cell.task).compares:
         reference = references.of((cell.drawn, at), functools.partial(batch.reference, **make))
     return batch.run(
         policy=grid.policies[cell.policy],

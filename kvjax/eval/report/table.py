@@ -104,7 +104,8 @@ class Results:
     def columns(self) -> list[tuple[str, str, int]]:
         """(group, task, length), in the order of groups."""
         columns = dict.fromkeys((r.group, r.cell.task, r.cell.length) for r in self.rows)
-        return sorted(columns, key=lambda column: (ORDER.index(column[0]), column[2]))
+        order = {group: at for at, group in enumerate(ORDER)}  # suites come last
+        return sorted(columns, key=lambda column: (order.get(column[0], len(order)), column[0], column[2]))
 
     def names(self) -> list[str]:
         """Policies with their protocols in order of appearance; the full cache first."""

@@ -47,6 +47,7 @@ class Sample:
       spans: characters of the context that hold the answer.
       scored: characters of the answer whose tokens count; None: all.
       labels: all possible answers as they would continue the prefix; () where there is no such set.
+      classes: names of all classes, for scores that look for others in the output.
       max_new: tokens to write; 0 where only the reference is judged.
       tags: facts that results are grouped by, such as depth; a list has one entry a scored span.
     """
@@ -59,6 +60,7 @@ class Sample:
     spans: tuple[Span, ...] = ()
     scored: tuple[Span, ...] | None = None
     labels: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
     max_new: int = 0
     tags: dict[str, float | list[float]] = dataclasses.field(default_factory=dict)
 

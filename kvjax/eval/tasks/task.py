@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvjax.algebra import Policy
 from kvjax.eval.tasks.maker import Maker
-from kvjax.eval.tasks.sample import Sample
+from kvjax.eval.tasks.sample import Sample, Samples
 from kvjax.eval.tasks.words import Rng
 
 
@@ -19,6 +19,7 @@ class Task:
       name, group: its name, and the name for it and its relatives.
       fits: tokens from which on its samples fit.
       make: draws a sample for a maker's length; pure in its generator.
+      read: gives the samples of a length, for a task that does not make them.
       score: (output, sample) to [0, 1]; None where only the reference's tokens are judged.
       metric: accuracy, ndcg, perplexity or recall (share of scored tokens that are the likeliest).
       asks: whether there is a question that a policy could see or not see.
@@ -30,7 +31,8 @@ class Task:
     name: str
     group: str
     fits: int
-    make: Callable[[Rng, Maker], Sample]
+    make: Callable[[Rng, Maker], Sample] | None = None
+    read: Callable[[int], Samples] | None = None
     score: Callable[[str, Sample], float] | None = None
     metric: str = "accuracy"
     asks: bool = True
