@@ -71,6 +71,7 @@ class Engine:
         queue: int = 64,
         chunk: int = CHUNK,
         segment: int = 8,
+        prefill_tokens: int | None = None,
         page: int | None = None,
         share: float | None = None,
         share_pages: bool | None = None,
@@ -92,8 +93,10 @@ class Engine:
           max_lanes: most running batches (policy structures) at a time.
           context: most tokens of a row, prompt and answer; by default the model's positions.
           queue: most requests that wait; one more raises ``QueueFull``.
-          chunk: prompt tokens read at a time; no running row pauses longer than one chunk takes (or one
-            layer, for policies that judge a whole prompt).
+          chunk: prompt tokens of a text that are read at a time.
+          prefill_tokens: prompt tokens that are read between two programs of running rows, of one text or of
+            several in one program; by default ``chunk``. No running row pauses for longer than these take (or
+            a layer of one prompt, for policies that judge it as a whole).
           segment: decode steps of one program. The host acts between programs: a cancelled row is free after
             so many steps.
           page: slots of a page; by default chosen by the context.
@@ -121,6 +124,7 @@ class Engine:
             context=context,
             chunk=chunk,
             segment=segment,
+            prefill_tokens=chunk if prefill_tokens is None else prefill_tokens,
             page=page,
             share=share,
             share_pages=share_pages,

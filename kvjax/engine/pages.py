@@ -260,6 +260,12 @@ class StoredState:
         pools = [pages for layer in self.state.layers for pages in layer.pools]
         self.pages = [np.asarray(pages.length)[0] // pages.size for pages in pools]
 
+    @property
+    def row(self) -> KVState:
+        """The state, which was not dropped."""
+        assert self.state is not None
+        return self.state
+
 
 def can_lend(policy: Policy) -> bool:
     """Does nothing leave a list, or change in it, once the prompt is read?"""

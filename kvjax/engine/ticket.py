@@ -19,6 +19,7 @@ from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
 from kvjax.engine.decoding import SampledTokens
 from kvjax.engine.metrics import Counters, held_positions
+from kvjax.engine.prefix import generated_too
 from kvjax.engine.request import Event, Inspection, KVUsage, LearnedWeights, Request, Usage
 from kvjax.sampling import Sampling
 
@@ -206,6 +207,7 @@ class EngineRequest:
     cached: int = 0  # tokens of the prompt that did not have to be read
     without_batch: bool = False  # is there no batch for it, and no memory for one?
     alone: bool = False  # had all idle batches to go for it?
+    apart: bool = False  # is its prompt read alone, since a program of several prompts failed?
     overtaken: int = 0  # requests that came later and were begun before it, while it had no batch
     begun: bool = False  # has its prompt ever begun to be read?
     last: float | None = None  # when its last tokens were handed out
@@ -214,6 +216,16 @@ class EngineRequest:
     def options(self) -> Request:
         """What the caller submitted."""
         return self.ticket.request
+
+    @property
+    def text(self) -> Int[np.ndarray, " T"]:
+        """What is read before it is written on: its prompt, and what it wrote before it made room.
+
+        The last token is fed by the next step.
+        """
+        if not self.written:
+            return self.tokens
+        return np.concatenate([self.tokens, np.asarray(self.written[:-1], self.tokens.dtype)])
 
     @property
     def left(self) -> int:
@@ -242,14 +254,31 @@ class EngineRequest:
         return self.learned.label, self.policy.structure, str(jax.tree.structure(self.policy))
 
     @property
-    def prefix_key(self) -> tuple[str, str]:
-        """A state that it may begin with has this: its policy, hyperparameters included, and weights."""
-        return repr(self.policy), self.learned.label
+    def prefix_key(self) -> tuple[str, str, str]:
+        """A state that it may begin with has this: its policy, hyperparameters included, weights and owner."""
+        return repr(self.policy), self.learned.label, self.options.owner
+
+    def reads_as(self, other: EngineRequest) -> bool:
+        """Is one reading of the prompt enough for both? Then they differ in what is written."""
+        own, others = self.options, other.options
+        return (
+            self.prefix_key == other.prefix_key
+            and not (self.keep_as or other.keep_as or self.written or other.written)
+            and self.context == other.context
+            and self.shaped == other.shaped
+            and (own.echo, own.logprobs is None) == (others.echo, others.logprobs is None)
+            and (own.seed == others.seed or not self.policy.whole_prompt)  # an eviction may draw
+            and np.array_equal(self.tokens, other.tokens)
+        )
 
     def restart(self) -> None:
-        """Begins again at its prompt; tokens that were handed out are not handed out again."""
+        """Begins again; tokens that were handed out are not handed out again.
+
+        What it wrote is read, where that leaves the state that writing left; else it is written again.
+        """
         self.skip = max(self.skip, len(self.written))
-        self.written = []
+        if not generated_too(self.policy):
+            self.written = []
         self.ticket._restarted()
         self.counters.preempted += 1
 

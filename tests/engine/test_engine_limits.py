@@ -17,7 +17,8 @@ from kvjax.decode import RequestError
 from kvjax.engine import Draining, Engine, EngineDead, QueueFull, Request, TooManyStructures
 from kvjax.engine.batch import RunningBatch
 from kvjax.engine.pages import paged
-from kvjax.engine.prefill import Prefill, Prefiller
+from kvjax.engine.prefill import Prefill
+from kvjax.engine.prefiller import Prefiller
 from kvjax.engine.scheduler import Scheduler
 
 SIZES = {"max_rows": 3, "context": 96, "chunk": 16, "segment": 4, "page": tiny.PAGE}
