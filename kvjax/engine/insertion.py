@@ -130,7 +130,7 @@ class Insertion:
         return done
 
     def _insert(self, prefill: Prefill, grows: bool) -> bool:
-        """The oldest request of a prompt gets its row, once there are pages for it; False while there are none."""
+        """The oldest request of a prompt gets its row, once there are pages; False while there are none."""
         request, batch, state = prefill.request, prefill.batch, prefill.state
         assert batch is not None
         if not request.written:  # a context that nothing is added to, or who came when the prompt was read

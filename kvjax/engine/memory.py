@@ -22,7 +22,7 @@ from kvjax.engine.batch import CommonPrograms, RunningBatch, Structure
 from kvjax.engine.contexts import Contexts
 from kvjax.engine.decoding import Snapshot
 from kvjax.engine.errors import MemoryFull
-from kvjax.engine.prefix import Prefix, Prefixes
+from kvjax.engine.prefix import Key, Prefix, Prefixes
 from kvjax.engine.request import LearnedWeights, WeightCache
 from kvjax.engine.settings import EngineSettings
 from kvjax.engine.ticket import EngineRequest
@@ -239,7 +239,7 @@ class Memory:
             "kv_memory, which leaves too little for this request. Ask again later, or delete contexts."
         )
 
-    def remember(self, key: tuple[str, str, str], tokens: np.ndarray, state: KVState) -> Prefix:
+    def remember(self, key: Key, tokens: np.ndarray, state: KVState) -> Prefix:
         """Keeps the state of a text, for later ones that begin so, where older prefixes make room."""
         prefix = Prefix(key=key, tokens=tokens, state=state)
         while self.allocated() + prefix.bytes > self.settings.kv_memory and self.prefixes.drop():

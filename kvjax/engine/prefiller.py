@@ -1,10 +1,10 @@
 """Prefiller: which prompts are read next, from the queue to their rows.
 
 **The order.** A turn reads ``prefill_tokens`` tokens of prompts. The prompt with the fewest tokens left comes
-first, but each token that is read of others counts as one of ``PASSED`` that a waiting one has less. So a prompt
-of n tokens is passed by at most ``PASSED`` n tokens of those that came later, and by nobody with more tokens.
-Prompts that are alike are read by one program (``Together``) once that is compiled, and one by one until then.
-Requests for the same prompt are read once.
+first; but for every ``PASSED`` tokens that are read of others, a waiting one counts as a token shorter. So a
+prompt of n tokens is passed by at most ``PASSED`` n tokens of those that came later. Prompts that are alike
+are read by one program (``Together``) once that is compiled, and one by one until then. Requests for the same
+prompt are read once.
 
 Who waits for memory or pages is passed only by those that take nothing of it.
 """
@@ -253,7 +253,7 @@ class Prefiller:
     # --- a turn ------------------------------------------------------------------------------------
 
     def read(self) -> bool:
-        """Reads up to ``prefill_tokens`` tokens of prompts, and inserts rows; False where all of that waits."""
+        """Reads up to ``prefill_tokens`` tokens of prompts, and inserts rows; False where all that waits."""
         left, done, waits = float(self._settings.prefill_tokens), False, set[int]()
         while True:
             chosen = self._chosen(left, waits, first=not done)

@@ -23,6 +23,9 @@ from kvjax.engine.pages import StoredState
 if TYPE_CHECKING:
     from jaxtyping import Int
 
+Key = tuple[str, str, str]
+"""Of the policy with its hyperparameters, of its weights, and of who may see it."""
+
 MOST = 64
 """Most states that are kept."""
 
@@ -45,7 +48,7 @@ def generated_too(policy: Policy) -> bool:
 class Prefix(StoredState):
     """The state at a border of a text."""
 
-    key: tuple[str, str, str]  # of the policy with its hyperparameters, of its weights, and of who may see it
+    key: Key
     used: float = dataclasses.field(default_factory=time.monotonic)  # when it was last asked for
 
 
@@ -55,16 +58,14 @@ class Prefixes:
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._held: list[Prefix] = []
-        self._seen: collections.deque[tuple[tuple[str, str, str], np.ndarray]] = collections.deque(
-            maxlen=SEEN
-        )
+        self._seen: collections.deque[tuple[Key, np.ndarray]] = collections.deque(maxlen=SEEN)
 
     @property
     def allocated(self) -> int:
         """Device bytes of all of them."""
         return sum(prefix.bytes for prefix in self._held)
 
-    def find(self, key: tuple[str, str, str], tokens: Int[np.ndarray, " T"]) -> Prefix | None:
+    def find(self, key: Key, tokens: Int[np.ndarray, " T"]) -> Prefix | None:
         """The longest one that the prompt begins with, at least a token shorter than it."""
         begins = [
             prefix
@@ -78,7 +79,7 @@ class Prefixes:
             longest.used = time.monotonic()
         return longest
 
-    def borders(self, key: tuple[str, str, str], tokens: Int[np.ndarray, " T"], chunk: int) -> list[int]:
+    def borders(self, key: Key, tokens: Int[np.ndarray, " T"], chunk: int) -> list[int]:
         """Borders of the prompt after which its state is worth keeping.
 
         The last one, and the last one before each token at which it leaves an earlier prompt.

@@ -55,8 +55,8 @@ class Request:
         ``context`` was read with, else those the engine was given, else what the model ships.
       deadline: seconds after ``submit`` at which the request ends wherever it is.
       context: name of a held context that the prompt continues (a fork of it; the context stays).
-      owner: whose contexts it may continue, as ``Contexts.create`` was told; those of others are not there. Nor
-        are beginnings of prompts that others had read: how soon an answer comes tells nothing of them.
+      owner: whose contexts it may continue, as ``Contexts.create`` was told; those of others are not there,
+        nor beginnings of prompts that others had read: how soon an answer comes tells nothing of them.
       inspect: ``Engine.inspect`` still answers once the text has ended, with what the row held then.
       client: who asks, for what clients share fairly: compilations.
     """

@@ -19,7 +19,7 @@ from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
 from kvjax.engine.decoding import SampledTokens
 from kvjax.engine.metrics import Counters, held_positions
-from kvjax.engine.prefix import generated_too
+from kvjax.engine.prefix import Key, generated_too
 from kvjax.engine.request import Event, Inspection, KVUsage, LearnedWeights, Request, Usage
 from kvjax.sampling import Sampling
 
@@ -254,8 +254,8 @@ class EngineRequest:
         return self.learned.label, self.policy.structure, str(jax.tree.structure(self.policy))
 
     @property
-    def prefix_key(self) -> tuple[str, str, str]:
-        """A state that it may begin with has this: its policy, hyperparameters included, weights and owner."""
+    def prefix_key(self) -> Key:
+        """A state that it may begin with has this."""
         return repr(self.policy), self.learned.label, self.options.owner
 
     def reads_as(self, other: EngineRequest) -> bool:

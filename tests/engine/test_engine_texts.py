@@ -188,8 +188,10 @@ def test_usage_and_inspection_are_the_state(engine):
 def test_a_prefix_is_read_once(engine, alone):
     request = requests()[0]
     engine._scheduler.memory.prefixes.__init__(1 << 22)
-    first, again = engine.submit(request), engine.submit(request)
-    assert_same([list(first), list(again)], [alone[0], alone[0]])
+    first = engine.submit(request)
+    events = list(first)
+    again = engine.submit(request)
+    assert_same([events, list(again)], [alone[0], alone[0]])
     assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, 16)
     # Two other texts with the same beginning: the second finds the border where the first took its way.
     other = [[*request.prompt[:20], *tiny.prompt(20, seed)] for seed in (11, 12)]
