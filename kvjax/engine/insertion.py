@@ -108,12 +108,11 @@ class Insertion:
 
     # --- rows ----------------------------------------------------------------------------------------
 
-    def insert(self, pending: Sequence[Prefill]) -> bool:
+    def insert(self, ready: Sequence[Prefill]) -> bool:
         """Rows that were read enter their batches, the oldest first; False where all that wait go on waiting.
 
         Where one waits for pages, no newer one of its batch passes it, and no batch grows for another.
         """
-        ready = [prefill for prefill in pending if prefill.ready and not prefill.programs]
         done, waits = False, set[int]()
         for prefill in sorted(ready, key=lambda prefill: prefill.request.ticket.id):
             if prefill not in self._prefiller.pending or id(prefill.batch) in waits:

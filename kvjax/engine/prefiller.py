@@ -268,7 +268,9 @@ class Prefiller:
                 done = self._read_together(together) or done
             if self.returned:  # they come before others
                 break
-        return self._insertion.insert(self.pending) or done
+        for prefill in [x for x in self.pending if x.ready and not x.begun and not x.programs]:
+            self._begun(prefill)  # a context that nothing is added to
+        return self._insertion.insert([x for x in self.pending if x.ready and x.begun]) or done
 
     def _rank(self, prefill: Prefill) -> tuple[float, int]:
         """The lowest is read first."""

@@ -288,7 +288,9 @@ def test_the_next_segment_is_begun_before_tokens_are_handed_out(engine, alone, m
     assert_same(together[-1:], texts(engine, many[-1:]))
 
 
-def test_an_inspection_of_a_running_row_is_of_what_was_handed_out(engine, monkeypatch):
+@pytest.fixture
+def slow_steps(monkeypatch) -> None:
+    """A step that takes long enough for another thread to do something meanwhile."""
     step = RunningBatch.step
 
     def slow(self, *steps):
@@ -296,6 +298,9 @@ def test_an_inspection_of_a_running_row_is_of_what_was_handed_out(engine, monkey
         time.sleep(0.02)
 
     monkeypatch.setattr(RunningBatch, "step", slow)
+
+
+def test_an_inspection_of_a_running_row_is_of_what_was_handed_out(engine, slow_steps):
     seen, events, ticket = [], 0, engine.submit(Request(prompt=tiny.prompt(9, 50), max_new_tokens=60))
     for _ in ticket:
         events += 1
@@ -310,7 +315,7 @@ def test_an_inspection_of_a_running_row_is_of_what_was_handed_out(engine, monkey
     assert seen
 
 
-def test_who_leaves_is_gone_within_a_segment(engine):
+def test_who_leaves_is_gone_within_a_segment(engine, slow_steps):
     ticket = engine.submit(Request(prompt=tiny.prompt(9, 30), max_new_tokens=80))
     next(iter(ticket))
     ticket.cancel()
