@@ -23,6 +23,7 @@ from kvjax.engine.errors import Draining, EngineDead, QueueFull, TooManyStructur
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, Metrics
 from kvjax.engine.pages import paged
+from kvjax.engine.prefill import widths
 from kvjax.engine.request import (
     MOST_BIASES,
     MOST_STOPS,
@@ -278,6 +279,7 @@ class Engine:
             learned=learned,
             stops=stops,
             sampling=jax.device_get(how),
+            guide=None if request.guide is None else request.guide(),
             context=request.context or "",
             keep_as=keep_as,
         )
@@ -341,17 +343,38 @@ class Engine:
         return self._scheduler.metrics(self._entering)
 
     def warm_up(
-        self, policy: str | Policy | None = None, weights: Mapping[str, Source] | None = None
+        self,
+        policy: str | Policy | None = None,
+        weights: Mapping[str, Source] | None = None,
+        prompts: Sequence[int] = (1,),
     ) -> float:
         """Compiles the programs of a policy before a request needs them; the seconds it took.
+
+        Args:
+          policy, weights: as of a ``Request``.
+          prompts: lengths of the prompts whose programs are compiled, each by reading one; those that leave
+            no room for an answer are left out.
 
         Raises:
           PolicyError, WeightsError: as ``submit``.
         """
         begun = time.monotonic()
-        request = Request(prompt=[0], max_new_tokens=2, policy=policy, weights=weights, ignore_eos=True)
-        self.submit(request).result()
+        for at, length in enumerate(length for length in prompts if length + 2 <= self.context):
+            tokens = np.full(length, at % self._model.params["embed"].shape[0])  # begins as no other does
+            request = Request(
+                prompt=tokens,
+                max_new_tokens=2,
+                policy=policy,
+                weights=weights,
+                ignore_eos=True,
+                owner="warm-up",
+            )
+            self.submit(request).result()
         return time.monotonic() - begun
+
+    def usual_prompts(self) -> tuple[int, ...]:
+        """Lengths of prompts by which ``warm_up`` meets every width of chunk and the first sizes of pools."""
+        return widths(self._settings.chunk)
 
     def drain(self, deadline: float | None = None) -> bool:
         """Takes nothing new and waits until everything is done; after ``deadline`` seconds ends the rest.

@@ -17,7 +17,7 @@ from kvjax.engine.decoding import snapshot
 from kvjax.engine.errors import MemoryFull
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, usages
-from kvjax.engine.pages import StoredState
+from kvjax.engine.pages import Shorter, StoredState
 from kvjax.engine.prefill import Prefill
 from kvjax.engine.request import Event
 from kvjax.engine.ticket import EngineRequest, likeliest
@@ -97,10 +97,13 @@ class Insertion:
             return
         assert prefill.logits is not None
         ranked, position = [options.logprobs is not None], np.asarray([len(request.tokens)], np.int32)
-        drawn = jax.device_get(
-            prefill.common.first(prefill.logits, request.sampling, np.asarray(ranked), position)
-        )
-        request.deliver(request.record(drawn, 0), kv)
+        first = (prefill.logits, request.sampling, np.asarray(ranked), position)
+        if request.guide is None:
+            drawn = prefill.common.first(*first)
+        else:
+            allowed = request.guide.allowed()[None]
+            drawn = prefill.structure.guided_draw(*first, np.ones(1, bool), allowed)
+        request.deliver(request.record(jax.device_get(drawn), 0), kv)
         if request.ticket.done:
             request.keep_inspection(state, 0, kv, metrics.allocated(state.layers))
             self._prefiller.leave(prefill, request)
@@ -160,7 +163,9 @@ class Insertion:
         self.warm = True
         return True
 
-    def _lender(self, prefill: Prefill, batch: RunningBatch) -> tuple[StoredState | None, int | None]:
+    def _lender(
+        self, prefill: Prefill, batch: RunningBatch
+    ) -> tuple[StoredState | Shorter | None, int | None]:
         """A stored state that the row begins with, and a row that lends its pages; None where nobody does."""
         if not self._settings.share_pages:
             return None, None

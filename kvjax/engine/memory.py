@@ -22,6 +22,7 @@ from kvjax.engine.batch import CommonPrograms, RunningBatch, Structure
 from kvjax.engine.contexts import Contexts
 from kvjax.engine.decoding import Snapshot
 from kvjax.engine.errors import MemoryFull
+from kvjax.engine.guided import GuidedBatch
 from kvjax.engine.prefix import Key, Prefix, Prefixes
 from kvjax.engine.request import LearnedWeights, WeightCache
 from kvjax.engine.settings import EngineSettings
@@ -132,13 +133,14 @@ class Memory:
         ``reading`` bytes must be left beside it, for the row that is read.
         """
         policy = request.policy
-        serving = [batch for batch in self.batches if batch.structure is structure]
+        kind = GuidedBatch if request.guided else RunningBatch
+        serving = [x for x in self.batches if x.structure is structure and x.guided == request.guided]
         if serving:
             return next((batch for batch in serving if None in batch.rows), serving[0])
         while len(self.batches) >= self.settings.max_lanes:
             if not self._drop_batch():
                 return None
-        batch, reading = RunningBatch(structure, self.settings.max_rows), max(reading, self.coming())
+        batch, reading = kind(structure, self.settings.max_rows), max(reading, self.coming())
         if not self.room(batch.allocated + reading):
             if self.running or self.promised or self.reading():
                 return None

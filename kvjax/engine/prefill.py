@@ -21,7 +21,7 @@ from kvjax.engine import pages as paging
 from kvjax.engine.batch import CommonPrograms, RunningBatch, Structure
 from kvjax.engine.compiler import Owned, Program
 from kvjax.engine.contexts import HeldContext
-from kvjax.engine.pages import StoredState
+from kvjax.engine.pages import Shorter, StoredState
 from kvjax.engine.prefill_programs import needed
 from kvjax.engine.ticket import EngineRequest
 from kvjax.sharding.mesh import ONE
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 SHORT = 64
 """Width of the last chunk where no more tokens than these are left."""
+
+
+def widths(chunk: int) -> tuple[int, ...]:
+    """Lengths of prompts: one that a short chunk holds, one that a chunk holds, one of several."""
+    return min(SHORT, chunk), chunk, 2 * chunk + min(SHORT, chunk)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Prefill:
         common: CommonPrograms,
         request: EngineRequest,
         batch: RunningBatch | None,
-        start: StoredState | None,
+        start: StoredState | Shorter | None,
         *,
         ranked: bool,
         borders: Sequence[int],
@@ -83,7 +88,8 @@ class Prefill:
         self.ranks: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         self._ranks: list[tuple[Any, ...]] = []  # the same by pieces
         self.snapshots: dict[int, KVState] = {}  # states at the borders, by tokens read
-        self.begins = [] if start is None else [start]  # what others may begin with, or lend pages of
+        # What others may begin with, or lend pages of.
+        self.begins: list[StoredState | Shorter] = [] if start is None else [start]
         self.fork: StoredState | None = None  # the row that was read, where several rows begin with it
         self.since = time.monotonic()  # when it began to wait
         self.came, self.read = came, 0  # tokens of it that were read
@@ -125,7 +131,7 @@ class Prefill:
         """That are compiled for it."""
         return [*self.programs, *self.beside]
 
-    def reads_from(self, start: StoredState | None) -> bool:
+    def reads_from(self, start: StoredState | Shorter | None) -> bool:
         """Does it begin with that context? Prefixes are as good as each other."""
         return not self.request.context or self.start is start
 
@@ -145,8 +151,10 @@ class Prefill:
             return paging.page_counts(state)
         if start is not None:
             state, tokens = start.row, tokens - len(start.tokens)
-            lists = [np.asarray(pages.length)[0] for layer in state.layers for pages in layer.pools]
+            lists = start.lists
         need, have = paging.most_pages(policy, state, tokens, state.chunk, lists), paging.page_counts(state)
+        if isinstance(start, Shorter):
+            have = [0] * len(need)
         return [max(pool.coarse_class(max(1, pages)), held) for pages, held in zip(need, have)]
 
     def _whole_bytes(self) -> int:
@@ -188,6 +196,8 @@ class Prefill:
         structure, counts = self.structure, self.counts
         if self.start is None:
             state = structure.make(1, tuple(counts))
+        elif isinstance(self.start, Shorter):
+            state = structure.shortened(self.start.row, np.int32(self.seen), tuple(counts))
         else:
             state = structure.copied(self.start.row)
             if counts != paging.page_counts(state):

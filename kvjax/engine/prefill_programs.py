@@ -10,6 +10,7 @@ import numpy as np
 from kvjax import decode
 from kvjax.engine import pages as paging
 from kvjax.engine.compiler import Program
+from kvjax.engine.pages import Shorter
 from kvjax.sharding.mesh import ONE
 from kvjax.sharding.specs import ROWS
 
@@ -28,7 +29,11 @@ def needed(prefill: Prefill) -> list[Program]:
     fed = jax.ShapeDtypeStruct((1,), bool, sharding=placed)
     ending = (network, policy, rest, last, shapes.confidence, fed, mesh)
     logits = own.logits.shapes(*ending)[0] if prefill.logits is None else prefill.logits
-    programs.append(common.first.program(logits, request.sampling, np.zeros(1, bool), np.zeros(1, np.int32)))
+    first = (logits, request.sampling, np.zeros(1, bool), np.zeros(1, np.int32))
+    if request.guide is None:
+        programs.append(common.first.program(*first))
+    else:
+        programs.append(own.guided_draw.program(*first, np.ones(1, bool), request.guide.allowed()[None]))
     if prefill.done:
         return programs
     programs.append(own.logits.program(*ending))
@@ -93,6 +98,8 @@ def _beginning(prefill: Prefill) -> list[Program]:
     if start is None:
         return [own.make.program(1, tuple(counts))]
     state = start.row
+    if isinstance(start, Shorter):
+        return [own.shortened.program(state, np.int32(0), tuple(counts))]
     programs = [own.copied.program(state)]
     if counts != paging.page_counts(state):
         pools = [pages for layer in state.layers for pages in layer.pools]

@@ -11,6 +11,7 @@ Who waits for memory or pages is passed only by those that take nothing of it.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable
 
@@ -25,7 +26,7 @@ from kvjax.engine.errors import ContextMismatch, ContextNotFound, MemoryFull
 from kvjax.engine.insertion import Insertion
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters
-from kvjax.engine.pages import StoredState
+from kvjax.engine.pages import Shorter, StoredState
 from kvjax.engine.prefill import Prefill
 from kvjax.engine.prefix import shareable
 from kvjax.engine.settings import NOTE_AFTER
@@ -213,14 +214,22 @@ class Prefiller:
         counts = [pool.coarse_class(max(1, pages)) for pages in need]
         return metrics.size(row.layers) + structure.bytes_of(counts)
 
-    def _stored_state(self, request: EngineRequest, empty: KVState, ranked: bool) -> StoredState | None:
+    def _stored_state(
+        self, request: EngineRequest, empty: KVState, ranked: bool
+    ) -> StoredState | Shorter | None:
         """What the prompt begins with: its context or a prefix; None where all of it is read.
 
         Raises:
           ContextNotFound, ContextMismatch: the context was deleted meanwhile, or its lists are too short.
         """
         if not request.context:
-            return None if ranked else self._memory.prefixes.find(request.prefix_key, request.text)
+            return (
+                None
+                if ranked
+                else self._memory.prefixes.find(
+                    request.prefix_key, request.text, functools.partial(paging.can_shorten, request.policy)
+                )
+            )
         context = self._contexts.held(request.context, request.options.owner)
         if context is None:
             raise ContextNotFound(f"context {request.context!r} was gone before the request began.")

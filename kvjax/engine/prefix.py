@@ -5,7 +5,8 @@ after (``shareable``): the policy reads in chunks, deciding from each chunk and 
 part asks how long the prompt is, as a selection that splits does. It was read in the same chunks, so at a
 border it is the state that the other prompt would reach. Generated tokens count as a prompt's
 (``generated_too``) where a step leaves what a chunk would: what reads see must not differ between the two,
-so nothing is selected, approximated or held in codes.
+so nothing is selected, approximated or held in codes. A cache that keeps everything may begin with any part
+of another (``kvjax.engine.pages.can_shorten``), wherever that ends.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvjax.algebra import Policy
-from kvjax.engine.pages import StoredState
+from kvjax.cache.state import KVState
+from kvjax.engine.pages import Shorter, StoredState, layer_pools
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -65,19 +68,30 @@ class Prefixes:
         """Device bytes of all of them."""
         return sum(prefix.bytes for prefix in self._held)
 
-    def find(self, key: Key, tokens: Int[np.ndarray, " T"]) -> Prefix | None:
-        """The longest one that the prompt begins with, at least a token shorter than it."""
-        begins = [
-            prefix
-            for prefix in self._held
-            if prefix.key == key
-            and len(prefix.tokens) < len(tokens)
-            and np.array_equal(prefix.tokens, tokens[: len(prefix.tokens)])
-        ]
-        longest = max(begins, key=lambda prefix: len(prefix.tokens), default=None)
-        if longest is not None:
-            longest.used = time.monotonic()
-        return longest
+    def find(
+        self,
+        key: Key,
+        tokens: Int[np.ndarray, " T"],
+        can_shorten: Callable[[KVState], bool] = lambda state: False,
+    ) -> Prefix | Shorter | None:
+        """The longest beginning of the prompt that is held, at least a token shorter than it.
+
+        Args:
+          key: of the states that may be it.
+          tokens: of the prompt.
+          can_shorten: may any beginning of the state be taken? Of fewer tokens than a page none is.
+        """
+        longest, most = None, 0
+        for prefix in self._held:
+            common = _common(prefix.tokens, tokens[:-1]) if prefix.key == key else 0
+            page = max((pages.size for pages in layer_pools(prefix.row)), default=0)
+            part = common >= max(page, 1) and can_shorten(prefix.row)
+            if common > most and (common == len(prefix.tokens) or part):
+                longest, most = prefix, common
+        if longest is None:
+            return None
+        longest.used = time.monotonic()
+        return longest if most == len(longest.tokens) else Shorter(longest, tokens[:most])
 
     def borders(self, key: Key, tokens: Int[np.ndarray, " T"], chunk: int) -> list[int]:
         """Borders of the prompt after which its state is worth keeping.

@@ -143,7 +143,8 @@ class Scheduler:
         self._waited += time.monotonic() - waits
         rows = batch.taken.items()
         written = [(number, row.request, row.request.record(drawn, number)) for number, row in rows]
-        gone = [number for number, _, events in written if events and events[-1].finish_reason is not None]
+        # The last event says so; where a guide failed, the ticket does.
+        gone = [n for n, one, events in written if one.ticket.done or (events and events[-1].finish_reason)]
         steps = self._settings.segment
         if goes_on and not gone and self._quiet() and not any(lack > 0 for lack in batch.short_by(steps)):
             batch.step(steps, steps)

@@ -17,10 +17,11 @@ import numpy as np
 
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
+from kvjax.decode import RequestError
 from kvjax.engine.decoding import SampledTokens
 from kvjax.engine.metrics import Counters, held_positions
 from kvjax.engine.prefix import Key, generated_too
-from kvjax.engine.request import Event, Inspection, KVUsage, LearnedWeights, Request, Usage
+from kvjax.engine.request import Event, Guide, Inspection, KVUsage, LearnedWeights, Request, Usage
 from kvjax.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ class EngineRequest:
     learned: LearnedWeights
     stops: tuple[int, ...]  # token ids that end it
     sampling: Sampling  # of one row, on the host
+    guide: Guide | None = None  # after what it wrote so far
     context: str = ""  # the name of the held context that its prompt begins with, one of its owner's
     keep_as: str = ""  # the name under which its prompt is to be held, once read; then nothing is written
     written: list[int] = dataclasses.field(default_factory=list)  # new tokens so far
@@ -238,6 +240,11 @@ class EngineRequest:
         return self.sampling.shaping is not None
 
     @property
+    def guided(self) -> bool:
+        """Does a guide say which tokens may come?"""
+        return self.guide is not None
+
+    @property
     def how(self) -> Sampling:
         """How its next token is drawn: ``sampling``, and what was written so far."""
         shaping = self.sampling.shaping
@@ -265,7 +272,7 @@ class EngineRequest:
             self.prefix_key == other.prefix_key
             and not (self.keep_as or other.keep_as or self.written or other.written)
             and self.context == other.context
-            and self.shaped == other.shaped
+            and (self.shaped, self.guided) == (other.shaped, other.guided)
             and (own.echo, own.logprobs is None) == (others.echo, others.logprobs is None)
             and (own.seed == others.seed or not self.policy.whole_prompt)  # an eviction may draw
             and np.array_equal(self.tokens, other.tokens)
@@ -279,6 +286,8 @@ class EngineRequest:
         self.skip = max(self.skip, len(self.written))
         if not generated_too(self.policy):
             self.written = []
+            if self.options.guide is not None:
+                self.guide = self.options.guide()
         self.ticket._restarted()
         self.counters.preempted += 1
 
@@ -289,7 +298,13 @@ class EngineRequest:
             if token < 0:
                 break
             self.written.append(token)
-            done = "stop" if token in self.stops else None if self.left > 0 else "length"
+            if self.guide is not None:
+                self.guide.take(token)
+                if self.guide.error:
+                    self.ticket._fail(RequestError(f"Request(guide=...): {self.guide.error}"))
+                    break
+            ended = token in self.stops or (self.guide is not None and self.guide.done)
+            done = "stop" if ended else None if self.left > 0 else "length"
             logprob = None if ranked is None else float(drawn.logprob[row, at])
             best = () if ranked is None else likeliest(drawn.best[row, at], drawn.logprobs[row, at], ranked)
             if len(self.written) > self.skip:
