@@ -184,6 +184,13 @@ def test_rows_are_preempted_where_memory_runs_short_and_their_text_stays(monkeyp
         pages = batch.bytes_of([1])
         held = batch.allocated - batch.bytes_of(batch.counts)
         held += 30 * pages  # of a row that is read
+    read, begin = [], Prefill.begin
+
+    def begun_with(prefill):
+        read.append((len(prefill.tokens), prefill.total))
+        begin(prefill)
+
+    monkeypatch.setattr(Prefill, "begin", begun_with)
     with Engine(tiny.model(), kv_memory=held + 40 * pages, share=0.0, **sizes) as small:
         if overtaken:
             compiled = Prefiller._compiled
@@ -198,6 +205,7 @@ def test_rows_are_preempted_where_memory_runs_short_and_their_text_stays(monkeyp
         texts = [ticket.result() for ticket in tickets]
         metrics = small.metrics()
     assert texts == expected
+    assert any(tokens > prompt for tokens, prompt in read)  # what it wrote is read, not written again
     assert metrics.preempted == sum(ticket.usage.preempted for ticket in tickets) >= 1
     assert tickets[0].usage.preempted == 0  # the oldest stays
     assert metrics.kv_allocated <= metrics.kv_memory

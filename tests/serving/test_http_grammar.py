@@ -1,4 +1,7 @@
-"""Answers of a form: grammars over HTTP, and calls of tools, whole and streamed. One server, of a random model."""
+"""Answers of a form: grammars over HTTP, and calls of tools, whole and streamed.
+
+One server of a random model, so that nothing but the grammar brings the form about.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from serving_client import Running, running
 from kvjax.serve.tools import HERMES, LLAMA, Call, CallReader, call_form
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-TEMPLATE = """{%- if tools %}{% for tool in tools %}{{ tool | tojson }}
+TEMPLATE = """{%- if tools %}{% for tool in tools %}{{ tool.function.name }}
 {% endfor %}Call as <tool_call>{"name": ..., "arguments": ...}</tool_call>
 {% endif %}{%- for message in messages %}{{ message.role }}: {{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}</tool_call>{% endfor %}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}</tool_call>
+{%- endfor %}
 {% endfor %}assistant: """
 TOOLS = [
     {
