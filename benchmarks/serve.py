@@ -17,8 +17,8 @@ pages     16 requests under ``full`` that begin with the same tokens, their page
 
 structures, mixed
           what many structures cost, and whether memory is kept: ``benchmarks.structures``.
-arrivals, behind, clients
-          how prompts share an engine: ``benchmarks.sharing``.
+arrivals, behind, clients, grammar
+          how prompts share an engine, and what a grammar costs: ``benchmarks.sharing``.
 
 Everything runs once before it is timed, so nothing is compiled meanwhile.
 """

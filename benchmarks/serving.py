@@ -19,7 +19,7 @@ from kvjax.loading import LanguageModel
 PARTS = ("price", "memory", "prefix", "pages")
 """What can be measured; ``beside`` belongs to ``price``."""
 
-SHARED = ("arrivals", "behind", "clients")
+SHARED = ("arrivals", "behind", "clients", "grammar")
 """Parts of ``benchmarks.sharing``."""
 
 MORE = ("structures", "mixed", *SHARED)

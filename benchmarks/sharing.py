@@ -1,4 +1,4 @@
-"""``serve --part arrivals behind clients``: how prompts share an engine.
+"""``serve --part arrivals behind clients grammar``: how prompts share an engine, and what a grammar costs.
 
 arrivals     32 requests that come at once, prompts of many lengths under several policies: seconds to the
              first token, median and 95th percentile, and new tokens a second from the first prompt to the
@@ -9,6 +9,8 @@ behind       a prompt of 40 tokens behind six long ones: seconds to its first to
              ones are under ``full``, then under a policy that judges a prompt as a whole.
 clients      16 clients that each send one request after another, and the same requests one by one: new tokens
              a second, and seconds to the first token.
+grammar      16 texts of a JSON grammar, and as many without one: new tokens a second; microseconds for which
+             the host looks for the allowed tokens of one row, median and longest.
 
 Everything runs once before it is timed, with other prompts, so nothing is compiled meanwhile and no
 beginning is held.
@@ -23,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +34,7 @@ from benchmarks.child import Child
 from benchmarks.results import Row
 from benchmarks.serving import Serving, other
 from kvjax.engine import Engine, Request
+from kvjax.grammar import Grammars
 from kvjax.loading import LanguageModel, load
 
 ARRIVALS, CLIENTS, ROUNDS = 32, 16, 2
@@ -60,6 +64,8 @@ def sharing(settings: Serving, done: Callable[[Row], None]) -> None:
                 done(behind(model, settings, policy))
         if "clients" in settings.parts:
             done(clients(model, settings))
+        if "grammar" in settings.parts:
+            done(grammar(model, settings))
 
 
 @contextlib.contextmanager
@@ -232,4 +238,41 @@ def clients(model: LanguageModel, settings: Serving) -> Row:
         "one_by_one_first_token_s": round(float(np.median(one)), 3),
         "one_by_one_tokens_per_s": round(tokens / alone, 1),
         "times": round(alone / seconds, 2),
+    }
+
+
+def grammar(model: LanguageModel, settings: Serving) -> Row:
+    """The row of ``grammar``; the model needs a tokenizer."""
+    items = {"type": "array", "items": {"type": "string"}, "minItems": settings.new}
+    schema = {"type": "object", "properties": {"words": items}, "required": ["words"]}
+    guide = Grammars(model.text, model.spec.vocab_size).guide("json", schema)
+    drawn = _prompts(model, settings, CLIENTS)
+
+    def requests(prompts: list[list[int]], **how: Any) -> list[Request]:
+        asked: dict[str, Any] = {"max_new_tokens": settings.new, "ignore_eos": True, "temperature": 1.0} | how
+        return [Request(prompt=prompt, seed=at, **asked) for at, prompt in enumerate(prompts)]
+
+    seconds: dict[str, float] = {}
+    with _engine(model, settings, settings.context) as engine:
+        for name, how in (("plain", {}), ("grammar", {"guide": guide})):
+            _asked(engine, requests(other(drawn), **how))
+            _, seconds[name] = _asked(engine, requests(drawn, **how))
+        (written,) = [engine.submit(x).result() for x in requests(drawn[:1], guide=guide)]
+    one, looked = guide(), []
+    for token in written:
+        begun = time.perf_counter()
+        one.allowed()
+        looked.append(time.perf_counter() - begun)
+        one.take(token)
+    tokens = CLIENTS * settings.new
+    return {
+        "part": "grammar",
+        "model": model.name,
+        "vocabulary": model.spec.vocab_size,
+        "rows": CLIENTS,
+        "new": settings.new,
+        "plain_tokens_per_s": round(tokens / seconds["plain"], 1),
+        "tokens_per_s": round(tokens / seconds["grammar"], 1),
+        "mask_us": round(float(np.median(looked)) * 1e6, 1),
+        "mask_longest_us": round(max(looked) * 1e6, 1),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -22,15 +22,30 @@ from kvjax.engine.prefill import Prefill
 from kvjax.engine.request import Event
 from kvjax.engine.ticket import EngineRequest, likeliest
 
-if TYPE_CHECKING:
-    from kvjax.engine.prefiller import Prefiller
+
+class Line(Protocol):
+    """Prompts that are read, and wait for rows; ``Prefiller``."""
+
+    pending: list[Prefill]
+
+    def leave(self, prefill: Prefill, request: EngineRequest | None = None) -> None:
+        """The prompt is no longer one of them, or the request none of the prompt's."""
+
+    def fail(self, prefill: Prefill, error: Exception) -> None:
+        """The prompt's requests end with the error."""
+
+    def put_back(self, request: int) -> bool:
+        """Has a newer prompt than that request wait again; was there one?"""
+
+    def clear(self, prefill: Prefill) -> None:
+        """All prompts begin again, this one first."""
 
 
 class Insertion:
     """Gives prompts that were read their first tokens and their rows; the engine's thread only."""
 
-    def __init__(self, prefiller: Prefiller, memory: Memory, counters: Counters) -> None:
-        self._prefiller, self._memory, self._counters = prefiller, memory, counters
+    def __init__(self, line: Line, memory: Memory, counters: Counters) -> None:
+        self._line, self._memory, self._counters = line, memory, counters
         self._settings, self._contexts = memory.settings, memory.contexts
         self.warm = False  # has any row entered a batch?
 
@@ -65,7 +80,7 @@ class Insertion:
                 f"{self._settings.kv_memory}. Ask again later."
             )
         self._contexts.keep(context)
-        self._prefiller.leave(prefill)
+        self._line.leave(prefill)
         request.finish("length")
 
     def _echo(self, prefill: Prefill, request: EngineRequest) -> None:
@@ -92,7 +107,7 @@ class Insertion:
         kv = usages(prefill.model.network, state, known)[0]
         if options.max_new_tokens == 0:
             request.deliver([Event(None, finish_reason="length")], kv)
-            self._prefiller.leave(prefill, request)
+            self._line.leave(prefill, request)
             self._counters.ended("length")
             return
         assert prefill.logits is not None
@@ -106,7 +121,7 @@ class Insertion:
         request.deliver(request.record(jax.device_get(drawn), 0), kv)
         if request.ticket.done:
             request.keep_inspection(state, 0, kv, metrics.allocated(state.layers))
-            self._prefiller.leave(prefill, request)
+            self._line.leave(prefill, request)
             self._counters.ended(request.ticket.finish_reason or "error", kv)
 
     # --- rows ----------------------------------------------------------------------------------------
@@ -118,16 +133,16 @@ class Insertion:
         """
         done, waits = False, set[int]()
         for prefill in sorted(ready, key=lambda prefill: prefill.request.ticket.id):
-            if prefill not in self._prefiller.pending or id(prefill.batch) in waits:
+            if prefill not in self._line.pending or id(prefill.batch) in waits:
                 continue
             try:
-                while prefill.ready and prefill in self._prefiller.pending and not prefill.programs:
+                while prefill.ready and prefill in self._line.pending and not prefill.programs:
                     if not self._insert(prefill, grows=not waits):
                         waits.add(id(prefill.batch))
                         break
                     done = True
             except Exception as error:  # of this request alone
-                self._prefiller.fail(prefill, error)
+                self._line.fail(prefill, error)
                 done = True
         return done
 
@@ -159,7 +174,7 @@ class Insertion:
         batch.insert(
             request, state, reserved, [*begins, *(x for x in prefill.begins if x is not start)], lender
         )
-        self._prefiller.leave(prefill, request)
+        self._line.leave(prefill, request)
         self.warm = True
         return True
 
@@ -190,9 +205,9 @@ class Insertion:
             if memory.running:
                 return False
             if memory.reading() > prefill.bytes:  # rows that came later hold what it needs
-                return self._prefiller.put_back(prefill.request.ticket.id)
+                return self._line.put_back(prefill.request.ticket.id)
             if not prefill.request.alone:
-                self._prefiller.clear(prefill)
+                self._line.clear(prefill)
                 return True
             raise memory.refusal(
                 batch.allocated + batch.bytes_of(need),

@@ -22,7 +22,6 @@ from kvjax.engine.batch import CommonPrograms, RunningBatch, Structure
 from kvjax.engine.compiler import Owned, Program
 from kvjax.engine.contexts import HeldContext
 from kvjax.engine.pages import Shorter, StoredState
-from kvjax.engine.prefill_programs import needed
 from kvjax.engine.ticket import EngineRequest
 from kvjax.sharding.mesh import ONE
 
@@ -101,7 +100,7 @@ class Prefill:
         self.shapes = paging.shapes_with(structure.row if start is None else start.row, self.counts)
         self._reserved, self._stored = self._whole_bytes() if self.whole else 0, 0  # bytes of layers
         self.need = metrics.size(self.shapes.layers) + self._reserved  # bytes that reading takes
-        self.programs: list[Program] = needed(self)  # that it waits for
+        self.programs: list[Program] = []  # that it waits for
         self._state: KVState | None = None
         self._last: Array | None = None  # the output of the last token that was read
         self._calls: list[decode.LayerCall] = []

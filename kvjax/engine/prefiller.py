@@ -28,6 +28,7 @@ from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters
 from kvjax.engine.pages import Shorter, StoredState
 from kvjax.engine.prefill import Prefill
+from kvjax.engine.prefill_programs import needed
 from kvjax.engine.prefix import shareable
 from kvjax.engine.settings import NOTE_AFTER
 from kvjax.engine.ticket import EngineRequest
@@ -197,6 +198,7 @@ class Prefiller:
         )
         if prefill.need > self._settings.kv_memory:
             raise self._too_large(prefill)
+        prefill.programs = needed(prefill)
         if batch is not None and batch.sized:
             source = None if prefill.whole else prefill.shapes
             prefill.programs += batch.programs(self._settings.segment, source, shaped=request.shaped)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvjax import decode
 from kvjax.engine import Guide, Request
-from kvjax.serve.grammar import GrammarError, Kind
+from kvjax.grammar import GrammarError, Kind
 from kvjax.serve.http.errors import bad_request
 from kvjax.serve.http.schemas import ChatBody, CompletionBody, Message, NamedTool, TextOptions
 from kvjax.serve.http.service import Service

@@ -20,8 +20,8 @@ from pydantic_core import from_json
 from kvjax import catalogue
 from kvjax.algebra import Policy
 from kvjax.engine import MOST_BIASES, Contexts, Engine, Ticket
+from kvjax.grammar import Grammars
 from kvjax.loading import LanguageModel
-from kvjax.serve.grammar import Grammars
 from kvjax.serve.http.detokenizer import TokenText
 from kvjax.serve.http.errors import ApiError, bad_request, too_many
 from kvjax.serve.http.log import Log

@@ -14,7 +14,7 @@ from kvjax.engine import Engine, Request
 
 pytest.importorskip("llguidance")
 
-from kvjax.serve.grammar import GrammarError, Grammars
+from kvjax.grammar import GrammarError, Grammars
 
 SCHEMA = {
     "type": "object",
