@@ -65,7 +65,7 @@ class Prefiller:
     @property
     def reads(self) -> bool:
         """Is there a prompt to be read between two programs of batches?"""
-        return any(not x.programs and not x.ready for x in self.pending)
+        return any(x.begun and not x.programs and not x.ready for x in self.pending)
 
     @property
     def acts(self) -> bool:
@@ -309,7 +309,7 @@ class Prefiller:
                 waits.add(number)
                 continue
             chosen.append(prefill)
-            if chosen[0].alike() is None:
+            if 2 * prefill.cost > budget or prefill.alike() is None:
                 break
         return chosen[: 1 << (len(chosen).bit_length() - 1)] if chosen else []
 
