@@ -19,6 +19,7 @@ counts are read between them, never inside.
 """
 
 from kvjax.decode._activations import PromptActivations, read_full
+from kvjax.decode._behind import Behind, Keys, prompt_layer_behind, queries_behind
 from kvjax.decode._by_layer import (
     ChunkPrograms,
     LayerCall,
@@ -74,6 +75,7 @@ from kvjax.decode._prefill import (
     prompt_layer,
     read_layers,
     store_layer,
+    widths_behind,
     with_logits,
 )
 from kvjax.decode._replay import cut_layer, hold_layer, padded_pieces, prompt_pieces, replay_layer
@@ -85,9 +87,11 @@ __all__ = [
     "LONG_PAGE",
     "MAX_STEPS",
     "PAGE",
+    "Behind",
     "ChunkPrograms",
     "DecodeRows",
     "Generation",
+    "Keys",
     "LayerCall",
     "Progress",
     "PromptActivations",
@@ -124,8 +128,10 @@ __all__ = [
     "piece",
     "prefill",
     "prompt_layer",
+    "prompt_layer_behind",
     "prompt_pages",
     "prompt_pieces",
+    "queries_behind",
     "read_chunk",
     "read_full",
     "read_ids",
@@ -143,5 +149,6 @@ __all__ = [
     "store_layer",
     "stream",
     "weights_by_layer",
+    "widths_behind",
     "with_logits",
 ]

@@ -121,6 +121,7 @@ class Structure:
         self.chunk = own(decode.chunk_layer, static=("network", "kind", "mesh"), donate=("cache",))
         self.rows = own(decode.chunk_layer_of_rows, static=("network", "kind"), donate=("caches",))
         self.prompt = own(decode.prompt_layer, static=("network", "window", "ring", "mesh"))
+        self.behind = own(decode.prompt_layer_behind, static=("network", "window", "ring", "width"))
         self.hold = own(decode.hold_layer, static=("network", "window", "mesh", "known"))
         self.replay = own(decode.replay_layer, static=("network", "window", "mesh"), donate=("scores",))
         self.cut = own(decode.cut_layer, static=("network", "window", "ring", "mesh"))

@@ -23,7 +23,7 @@ from kvjax.engine.contexts import Contexts
 from kvjax.engine.decoding import Snapshot
 from kvjax.engine.errors import MemoryFull
 from kvjax.engine.guided import GuidedBatch
-from kvjax.engine.prefix import Key, Prefix, Prefixes
+from kvjax.engine.prefix import HeldKeys, Key, Prefix, Prefixes
 from kvjax.engine.request import LearnedWeights, WeightCache
 from kvjax.engine.settings import EngineSettings
 from kvjax.engine.ticket import EngineRequest
@@ -249,6 +249,13 @@ class Memory:
         if self.allocated() + prefix.bytes <= self.settings.kv_memory:
             self.prefixes.keep(prefix)
         return prefix
+
+    def remember_keys(self, new: HeldKeys) -> None:
+        """Keeps keys and values of a prompt, where older prefixes make room."""
+        while self.allocated() + new.bytes > self.settings.kv_memory and self.prefixes.drop():
+            pass
+        if self.allocated() + new.bytes <= self.settings.kv_memory:
+            self.prefixes.keep_keys(new)
 
 
 def batch_bytes(

@@ -22,6 +22,7 @@ from kvjax.engine.batch import CommonPrograms, RunningBatch, Structure
 from kvjax.engine.compiler import Owned, Program
 from kvjax.engine.contexts import HeldContext
 from kvjax.engine.pages import Shorter, StoredState
+from kvjax.engine.prefix import HeldKeys
 from kvjax.engine.ticket import EngineRequest
 from kvjax.sharding.mesh import ONE
 
@@ -60,6 +61,8 @@ class Prefill:
         borders: Sequence[int],
         width: int,
         came: float = 0.0,
+        behind: tuple[HeldKeys, int] | None = None,
+        keeps: bool = False,
     ) -> None:
         """Reads nothing yet, and allocates nothing.
 
@@ -73,13 +76,20 @@ class Prefill:
           borders: numbers of tokens after which the state is to be kept (chunk borders).
           width: tokens a chunk.
           came: tokens that the engine had read of all prompts by then.
+          behind: of a whole prompt: what is held of its beginning, and the tokens of that.
+          keeps: keep keys and values of a whole prompt.
         """
         self.structure, self.common, self.model = structure, common, structure.model
         self.requests, self.batch, self.start = [request], batch, start  # all of them ask for this prompt
         self.tokens, self.total = request.text, len(request.tokens)
-        self.seen = 0 if start is None else len(start.tokens)  # tokens that are not read again
+        self.held, self.seen = behind or (None, 0)  # keys and values, and tokens that are not read again
+        if start is not None:
+            self.seen = len(start.tokens)
+        elif self.held is not None:
+            self.held.readers += 1
+        self.keys: list[tuple[Array, Array]] | None = [] if keeps else None
         self.ranked, self.width, self.borders = ranked, width, frozenset(borders)
-        self.whole = request.policy.whole_prompt and not self.seen  # read layer by layer?
+        self.whole = request.policy.whole_prompt and start is None  # read layer by layer?
         # Is all of the prompt read? And are its first tokens drawn? A context may have nothing added to it.
         self.done = self.ready = self.seen == len(self.tokens)
         self.logits: Array | None = start.logits if isinstance(start, HeldContext) else None
@@ -117,13 +127,15 @@ class Prefill:
     def remaining(self) -> float:
         """Tokens that are still to be read; of a whole prompt as if each layer took its share of them."""
         if self.whole:
-            return len(self.tokens) * (1.0 - self._layers_done)
+            return (len(self.tokens) - self.seen) * (1.0 - self._layers_done)
         return len(self.tokens) - self.seen - self.read
 
     @property
     def cost(self) -> float:
         """Tokens that its next unit counts as."""
-        return len(self.tokens) / self.model.network.num_layers if self.whole else self._left[0][1]
+        if self.whole:
+            return (len(self.tokens) - self.seen) / self.model.network.num_layers
+        return self._left[0][1]
 
     @property
     def wanted(self) -> list[Program]:
@@ -138,6 +150,9 @@ class Prefill:
         """It is done: rows that began with it only compare it with what others begin with."""
         if self.fork is not None:
             self.fork.state = None
+        if self.held is not None:
+            self.held.readers -= 1
+            self.held = None
 
     def _first_counts(self) -> list[int]:
         """Pages of the state that it begins with, and of what a prompt that is read in chunks adds.
@@ -188,6 +203,7 @@ class Prefill:
         """Device bytes that it takes now, or is to take while a prompt is read as a whole."""
         states = [] if self._state is None else [self._state, *self.snapshots.values()]
         held = sum(metrics.size(state.layers) for state in states)
+        held += sum(x.nbytes for pair in self.keys or () for x in pair)
         return held + (self._reserved + self._stored if self.begun and not self.done else 0)
 
     def begin(self) -> None:
@@ -219,7 +235,7 @@ class Prefill:
         Returns:
           False where it waits for room.
         """
-        self._room = room
+        self._afford, self._room = afford, room
         if self.whole:
             step = next(self._units, StopIteration)
             if isinstance(step, Program):
@@ -307,6 +323,17 @@ class Prefill:
             stored = paging.sized(cache, [n * own.row.mesh.pools for n in pages])
             return _Next(store.program(*arguments), metrics.size(stored))
 
+        known: decode.Behind | None = None
+        if self.held is not None:
+            assert self.held.keys is not None
+            known = decode.Behind(self.seen, self.held.keys)
+
+        def keep(k: Array, v: Array) -> None:
+            if self.keys is not None and self._afford(k.nbytes + v.nbytes):
+                self.keys.append((k, v))
+            else:
+                self.keys = None
+
         reading = decode.read_layers(
             self.model,
             request.policy,
@@ -324,8 +351,11 @@ class Prefill:
                 own.hold,
                 own.replay,
                 own.cut,
+                own.behind,
             ),
             missing=missing,
+            behind=known,
+            keep=keep,
         )
         while True:
             try:

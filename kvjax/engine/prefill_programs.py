@@ -43,9 +43,8 @@ def needed(prefill: Prefill) -> list[Program]:
         programs.append(own.by_layer.program(policy, weights, network.num_layers))
     by_layer = own.by_layer.shapes if mesh == ONE else own.by_layer
     layers = decode.layer_calls(network, policy, params, weights, by_layer)
-    widths = (
-        {decode.bucket(len(prefill.tokens))} if prefill.whole else {width for _, width in prefill.pieces()}
-    )
+    narrow, whole = decode.widths_behind(len(prefill.tokens), prefill.seen)
+    widths = {narrow} if prefill.whole else {width for _, width in prefill.pieces()}
     for width in sorted(widths):
         by_row = None if mesh == ONE else mesh.sharding(ROWS)
         x = jax.ShapeDtypeStruct((1, width, dim), dtype, sharding=by_row)
@@ -56,7 +55,11 @@ def needed(prefill: Prefill) -> list[Program]:
             if prefill.whole:
                 where = (within, policy, network.windows[index], cache.ring.window, *call[1:])
                 seeds = jax.ShapeDtypeStruct((1,), np.uint32, sharding=placed)
-                if policy.eviction.replays:
+                if prefill.held is not None:
+                    assert prefill.held.keys is not None
+                    known = (*prefill.held.keys[index], np.int32(0))
+                    programs.append(own.behind.program(*where, x, *known, total, seeds, whole))
+                elif policy.eviction.replays:
                     programs += _second_pass(prefill, within, where, x, total, seeds)
                 else:
                     programs.append(own.prompt.program(*where, x, total, seeds, mesh, None))

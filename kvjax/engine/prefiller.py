@@ -15,7 +15,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable
 
-from kvjax import metrics
+from kvjax import decode, metrics
 from kvjax.cache import pool
 from kvjax.cache.state import KVState
 from kvjax.decode import RequestError
@@ -29,10 +29,11 @@ from kvjax.engine.metrics import Counters
 from kvjax.engine.pages import Shorter, StoredState
 from kvjax.engine.prefill import Prefill
 from kvjax.engine.prefill_programs import needed
-from kvjax.engine.prefix import shareable
+from kvjax.engine.prefix import HeldKeys, shareable
 from kvjax.engine.settings import NOTE_AFTER
 from kvjax.engine.ticket import EngineRequest
 from kvjax.engine.together import Together
+from kvjax.sharding.mesh import ONE
 
 PASSED = 4
 """Tokens of later prompts that may be read before one of a prompt's own."""
@@ -181,10 +182,10 @@ class Prefiller:
         # The first row of a batch decides its size alone.
         if waiting > 0 and (batch is None or not batch.sized):
             return False
-        request.cached = 0 if start is None else len(start.tokens)
         borders: list[int] = []
         if shareable(policy) and not request.context:
             borders = memory.prefixes.borders(request.prefix_key, request.text, self._settings.chunk)
+        behind, keeps = self._whole_keys(request, structure, start, ranked)
         prefill = Prefill(
             structure,
             memory.common,
@@ -195,8 +196,12 @@ class Prefiller:
             borders=borders,
             width=self._settings.chunk,
             came=self._tokens,
+            behind=behind,
+            keeps=keeps,
         )
+        request.cached = prefill.seen
         if prefill.need > self._settings.kv_memory:
+            prefill.forget()
             raise self._too_large(prefill)
         prefill.programs = needed(prefill)
         if batch is not None and batch.sized:
@@ -242,6 +247,20 @@ class Prefiller:
                 "Go on with its own budget or a smaller one."
             )
         return context
+
+    def _whole_keys(
+        self, request: EngineRequest, structure: Structure, start: StoredState | Shorter | None, ranked: bool
+    ) -> tuple[tuple[HeldKeys, int] | None, bool]:
+        """Of a prompt that is read whole: what is held of its beginning; are its own keys and values kept?"""
+        queries = decode.queries_behind(request.policy)
+        if queries is None or start is not None or ranked or structure.row.mesh != ONE:
+            return None, False
+        prefixes, owner, tokens = self._memory.prefixes, request.options.owner, request.tokens
+        known = prefixes.find_keys(owner, tokens, queries)
+        ring = structure.row.layers[0].ring.k
+        size = 2 * ring.shape[1] * ring.shape[3] * ring.dtype.itemsize * decode.bucket(len(tokens))
+        worth = prefixes.worth_keys(owner, tokens) and prefixes.can_keep(size * len(structure.row.layers))
+        return known, worth
 
     def _compiled(self, prefill: Prefill, seconds: float) -> bool:
         """Are the programs compiled that a request waits for? If they cannot be, it fails alone."""
@@ -367,6 +386,11 @@ class Prefiller:
         for border, state in prefill.snapshots.items():
             prefix = self._memory.remember(prefill.request.prefix_key, prefill.tokens[:border], state)
             prefill.begins.append(prefix)
+        if prefill.keys:
+            owner = prefill.request.options.owner
+            kept = HeldKeys(tokens=prefill.tokens, owner=owner, keys=prefill.keys)
+            prefill.keys = None
+            self._memory.remember_keys(kept)
         prefill.snapshots, prefill.ready = {}, True
         self._counters.prompt_tokens += len(prefill.tokens) - prefill.seen
         self._counters.cached_tokens += prefill.seen

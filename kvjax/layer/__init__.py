@@ -16,7 +16,7 @@ from kvjax.layer._attend import READ, LayerFn, attention, of_learned, on_devices
 from kvjax.layer._evict import evict, ranked, victims
 from kvjax.layer._info import LayerInfo, OfRows, arriving, observe
 from kvjax.layer._mass import accumulate_mass
-from kvjax.layer._prompt import attend_prompt, count_stored, judge, prompt, retained, store
+from kvjax.layer._prompt import attend_prompt, count_stored, judge, prompt, prompt_behind, retained, store
 from kvjax.layer._read import Loaded, Partial, Read, read_pages
 from kvjax.layer._replay import Held, hold, judge_replayed, replay
 from kvjax.layer._rows import by_rows, stack_policies
@@ -47,6 +47,7 @@ __all__ = [
     "on_devices",
     "of_learned",
     "prompt",
+    "prompt_behind",
     "ranked",
     "read_pages",
     "replay",

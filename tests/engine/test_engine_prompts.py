@@ -225,6 +225,49 @@ def test_a_beginning_of_what_is_held_is_what_reading_it_leaves(engine, tokens):
         np.testing.assert_allclose(left, right, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        WHOLE,
+        pytest.param("snapkv(8) + ada(0.5) + sinks(2)", marks=pytest.mark.slow),
+        pytest.param("keydiff + uniform(0.5)", marks=pytest.mark.slow),
+    ],
+)
+def test_a_whole_prompt_is_read_behind_a_beginning_that_came_before(engine, policy):
+    """Kept when it comes the second time, taken the third; the row holds what reading all of it leaves."""
+    begin = tiny.prompt(90, 30)
+    ends = [tiny.prompt(many, 31 + many) for many in (20, 11, 26, 4)]
+    requests = [Request(prompt=[*begin, *end], max_new_tokens=7, policy=policy, inspect=True) for end in ends]
+    tickets = []
+    for request in requests:
+        tickets.append(engine.submit(request))
+        assert tickets[-1].result() == generated(request)
+    queries = 8 if "snapkv" in policy else 1
+    assert [x.usage.cached_tokens for x in tickets] == [0, 0, 90, min(90, 94 - queries)]
+    for request, ticket in zip(requests, tickets):
+        engine._scheduler.memory.prefixes.__init__(0)
+        alone = engine.submit(request)
+        alone.result()
+        assert alone.usage.cached_tokens == 0
+        for layer, others in zip(engine.inspect(ticket).heads, engine.inspect(alone).heads, strict=True):
+            for head, other in zip(layer, others, strict=True):
+                assert head.pages.tolist() == other.pages.tolist()
+                assert head.ring.tolist() == other.ring.tolist()
+
+
+def test_who_needs_more_than_keys_and_values_reads_all():
+    """By what a policy declares; others are never read behind a beginning."""
+    needs = {
+        "snapkv(8) + uniform(0.5)": 8,
+        "knorm + uniform(0.5)": 1,
+        "h2o + uniform(0.5)": None,  # the attention of every query
+        "full": None,  # is read in chunks
+        "snapkv(8) + critical + uniform(0.5)": None,  # the output projection
+    }
+    found = {spec: kvjax.decode.queries_behind(kvjax.policy(spec)) for spec in needs}
+    assert found == needs
+
+
 def test_a_prompt_begins_with_part_of_another(engine):
     """The longest common beginning, wherever it ends; the text is as without it."""
     begin = tiny.prompt(75, 20)
