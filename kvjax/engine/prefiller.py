@@ -11,29 +11,22 @@ Who waits for memory or pages is passed only by those that take nothing of it.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable
 
-from kvjax import decode, metrics
-from kvjax.cache import pool
-from kvjax.cache.state import KVState
 from kvjax.decode import RequestError
-from kvjax.engine import pages as paging
-from kvjax.engine.batch import Structure
+from kvjax.engine.beginnings import Beginnings
 from kvjax.engine.compiler import PATIENCE, Compiler
-from kvjax.engine.errors import ContextMismatch, ContextNotFound, MemoryFull
+from kvjax.engine.errors import MemoryFull
 from kvjax.engine.insertion import Insertion
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters
-from kvjax.engine.pages import Shorter, StoredState
 from kvjax.engine.prefill import Prefill
 from kvjax.engine.prefill_programs import needed
 from kvjax.engine.prefix import HeldKeys, shareable
 from kvjax.engine.settings import NOTE_AFTER
 from kvjax.engine.ticket import EngineRequest
 from kvjax.engine.together import Together
-from kvjax.sharding.mesh import ONE
 
 PASSED = 4
 """Tokens of later prompts that may be read before one of a prompt's own."""
@@ -48,7 +41,7 @@ class Prefiller:
     def __init__(
         self, memory: Memory, compiler: Compiler, counters: Counters, note: Callable[[str], None]
     ) -> None:
-        self._settings, self._contexts = memory.settings, memory.contexts
+        self._settings, self._beginnings = memory.settings, Beginnings(memory)
         self._memory, self._compiler, self._counters, self._note = memory, compiler, counters, note
         self.pending: list[Prefill] = []  # the first that left the queue first; rows stay free for them
         self.returned: list[EngineRequest] = []  # are to wait again, the oldest first
@@ -165,9 +158,11 @@ class Prefiller:
         memory, options, policy = self._memory, request.options, request.policy
         structure = memory.structure(request)
         ranked = options.echo and options.logprobs is not None and not request.echoed
-        start = self._stored_state(request, memory.row(policy), ranked)
+        start = self._beginnings.stored(request, memory.row(policy), ranked)
         batch = (
-            None if request.keep_as else memory.batch(request, structure, self._reading(request, structure))
+            None
+            if request.keep_as
+            else memory.batch(request, structure, self._beginnings.bytes(request, structure))
         )
         request.without_batch = batch is None and not request.keep_as
         waiting = sum(len(prefill.requests) for prefill in self.pending if prefill.batch is batch)
@@ -185,7 +180,7 @@ class Prefiller:
         borders: list[int] = []
         if shareable(policy) and not request.context:
             borders = memory.prefixes.borders(request.prefix_key, request.text, self._settings.chunk)
-        behind, keeps = self._whole_keys(request, structure, start, ranked)
+        behind, keeps = self._beginnings.keys(request, structure, start, ranked)
         prefill = Prefill(
             structure,
             memory.common,
@@ -211,56 +206,6 @@ class Prefiller:
         self._promise()
         self._compiled(prefill, 0.0)
         return True
-
-    def _reading(self, request: EngineRequest, structure: Structure) -> int:
-        """Device bytes of the row that is read."""
-        row = structure.row
-        if request.policy.whole_prompt:
-            return metrics.size(row.layers)
-        need = paging.most_pages(request.policy, row, len(request.text), row.chunk)
-        counts = [pool.coarse_class(max(1, pages)) for pages in need]
-        return metrics.size(row.layers) + structure.bytes_of(counts)
-
-    def _stored_state(
-        self, request: EngineRequest, empty: KVState, ranked: bool
-    ) -> StoredState | Shorter | None:
-        """What the prompt begins with: its context or a prefix; None where all of it is read.
-
-        Raises:
-          ContextNotFound, ContextMismatch: the context was deleted meanwhile, or its lists are too short.
-        """
-        if not request.context:
-            return (
-                None
-                if ranked
-                else self._memory.prefixes.find(
-                    request.prefix_key, request.text, functools.partial(paging.can_shorten, request.policy)
-                )
-            )
-        context = self._contexts.held(request.context, request.options.owner)
-        if context is None:
-            raise ContextNotFound(f"context {request.context!r} was gone before the request began.")
-        shapes = zip(paging.list_shapes(empty), paging.list_shapes(context.row))
-        if any(entries > held for (_, entries), (_, held) in shapes):
-            raise ContextMismatch(
-                f"context {request.context!r} was read with page lists too short for '{request.policy!r}'. "
-                "Go on with its own budget or a smaller one."
-            )
-        return context
-
-    def _whole_keys(
-        self, request: EngineRequest, structure: Structure, start: StoredState | Shorter | None, ranked: bool
-    ) -> tuple[tuple[HeldKeys, int] | None, bool]:
-        """Of a prompt that is read whole: what is held of its beginning; are its own keys and values kept?"""
-        queries = decode.queries_behind(request.policy)
-        if queries is None or start is not None or ranked or structure.row.mesh != ONE:
-            return None, False
-        prefixes, owner, tokens = self._memory.prefixes, request.options.owner, request.tokens
-        known = prefixes.find_keys(owner, tokens, queries)
-        ring = structure.row.layers[0].ring.k
-        size = 2 * ring.shape[1] * ring.shape[3] * ring.dtype.itemsize * decode.bucket(len(tokens))
-        worth = prefixes.worth_keys(owner, tokens) and prefixes.can_keep(size * len(structure.row.layers))
-        return known, worth
 
     def _compiled(self, prefill: Prefill, seconds: float) -> bool:
         """Are the programs compiled that a request waits for? If they cannot be, it fails alone."""
