@@ -99,6 +99,7 @@ TABLE = {
     "kvjax.decode._loop": rf"{STATE}|kvjax\.(algebra|sampling|decode\._(step|by_layer))",
     "kvjax.decode._prefill": rf"{STATE}|kvjax\.(algebra|catalogue|layer|metrics|decode\._(?!generate).+)",
     "kvjax.decode._replay": rf"{STATE}|kvjax\.(algebra|layer|decode\._(capacity|checks))",
+    "kvjax.decode._behind": rf"{STATE}|kvjax\.(algebra|layer)",
     "kvjax.decode._activations": rf"{STATE}|kvjax\.(algebra|layer|decode\._(by_layer|capacity|checks))",
     "kvjax.decode._generate": rf"{STATE}|kvjax\.(algebra|catalogue|weights|metrics|sampling|decode\._.+)",
     "kvjax.catalogue": r"kvjax\.(algebra|policies|budgets(\.amount)?|storage|catalogue\._.+)",
@@ -118,7 +119,7 @@ TABLE = {
     "kvjax.engine.ticket": rf"{STATE}|kvjax\.(algebra|decode|sampling)"
     r"|kvjax\.engine\.(decoding|request|metrics|prefix)",
     "kvjax.engine.pages": rf"{STATE}|kvjax\.(algebra|decode|metrics)",
-    "kvjax.engine.prefix": rf"{STATE}|kvjax\.(algebra|engine\.pages)",
+    "kvjax.engine.prefix": rf"{STATE}|kvjax\.(algebra|decode|engine\.pages)",
     "kvjax.engine.contexts": r"kvjax\.(types|algebra|decode|metrics|saving|weights)"
     r"|kvjax\.engine\.(errors|pages|request|settings|ticket)",
     "kvjax.engine.batch": rf"{STATE}|kvjax\.(algebra|decode|layer|metrics|sampling)"

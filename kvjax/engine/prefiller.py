@@ -159,18 +159,15 @@ class Prefiller:
         structure = memory.structure(request)
         ranked = options.echo and options.logprobs is not None and not request.echoed
         start = self._beginnings.stored(request, memory.row(policy), ranked)
-        batch = (
-            None
-            if request.keep_as
-            else memory.batch(request, structure, self._beginnings.bytes(request, structure))
-        )
+        size = self._beginnings.bytes(request, structure)
+        batch = None if request.keep_as else memory.batch(request, structure, size)
         request.without_batch = batch is None and not request.keep_as
         waiting = sum(len(prefill.requests) for prefill in self.pending if prefill.batch is batch)
-        same = next((x for x in self.pending if request.reads_as(x.request) and x.reads_from(start)), None)
+        same = [x for x in self.pending if request.reads_as(x.request) and x.reads_from(start)]
         if request.without_batch or (batch is not None and batch.rows.count(None) <= waiting):
             return False
-        if same is not None:
-            same.requests.append(request)
+        if same:
+            same[0].requests.append(request)
             request.cached = len(request.tokens)
             self._counters.cached_tokens += request.cached
             return True
