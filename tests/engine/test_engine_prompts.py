@@ -249,6 +249,7 @@ def test_a_whole_prompt_is_read_behind_a_beginning_that_came_before(engine, poli
         alone = engine.submit(request)
         alone.result()
         assert alone.usage.cached_tokens == 0
+        engine.metrics()  # after the turn in which it ended
         for layer, others in zip(engine.inspect(ticket).heads, engine.inspect(alone).heads, strict=True):
             for head, other in zip(layer, others, strict=True):
                 assert head.pages.tolist() == other.pages.tolist()
