@@ -101,7 +101,7 @@ class Prefill:
         self.begins: list[StoredState | Shorter] = [] if start is None else [start]
         self.fork: StoredState | None = None  # the row that was read, where several rows begin with it
         self.since = time.monotonic()  # when it began to wait
-        self.came, self.read = came, 0  # tokens of it that were read
+        self.came, self.read = came, 0.0  # tokens of it that were read
         self.beside: list[Program] = []  # of several prompts, which it does not wait for
         self.growth: list[int] | None = None  # page counts that its batch is to have for it
         self._left = [] if self.whole else self.pieces()  # (begin, width) of chunks that are to be read

@@ -293,7 +293,9 @@ class Prefiller:
                     return False
                 if prefill.programs:
                     return True
-                self._count(before - prefill.remaining)
+                read = before - prefill.remaining
+                self._count(read)
+                prefill.read += read if prefill.whole else 0.0
             self._read_whole(prefill)
         except Exception as error:  # of this request alone
             self.fail(prefill, error)
