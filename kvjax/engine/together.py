@@ -37,9 +37,14 @@ class Together:
         programs = [embed.program(within, rest, self._length, self._tokens, ONE)]  # type: ignore[attr-defined]
         policies = tuple(prefill.request.policy for prefill in self.prefills)
         totals = tuple(state.total for state in states)
+        seen = set[tuple[int, ...]]()
         calls = zip(*(prefill.calls() for prefill in self.prefills))
         for of_rows, caches in zip(calls, zip(*(state.layers for state in states))):
             kind, block, _, number = of_rows[0]
+            like = kind, *(pages.count for pages in caches[0].pools)
+            if like in seen:  # the layers of this program
+                continue
+            seen.add(like)
             own = tuple(call.own for call in of_rows)
             arguments = (within, kind, block, own, number, policies, caches, x)
             programs.append(layer.program(*arguments, self._length, self._count, totals))  # type: ignore[attr-defined]
