@@ -17,6 +17,8 @@ pages     16 requests under ``full`` that begin with the same tokens, their page
 
 structures, mixed
           what many structures cost, and whether memory is kept: ``benchmarks.structures``.
+arrivals, behind, clients, grammar
+          how prompts share an engine, and what a grammar costs: ``benchmarks.sharing``.
 
 Everything runs once before it is timed, so nothing is compiled meanwhile.
 """
@@ -34,7 +36,8 @@ import numpy as np
 from benchmarks import machine, peers
 from benchmarks.child import Child
 from benchmarks.results import Row
-from benchmarks.serving import PARTS, Serving, ask, engine_of, other, prompts, rate
+from benchmarks.serving import PARTS, SHARED, Serving, ask, engine_of, other, prompts, rate
+from benchmarks.sharing import sharing
 from benchmarks.structures import mixed, structures
 from kvjax import decode
 from kvjax.algebra import Policy
@@ -60,6 +63,8 @@ def serve(settings: Serving, done: Callable[[Row], None]) -> None:
         structures(settings, done)
     if "mixed" in settings.parts:
         done(mixed(settings))
+    if set(settings.parts) & set(SHARED):
+        sharing(settings, done)
     if not set(settings.parts) & set(PARTS):
         return
     model = load(settings.model)

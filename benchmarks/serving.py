@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import peers
+from benchmarks.random_model import SIZES
 from kvjax import decode
 from kvjax.cli import option, shared, whole
 from kvjax.engine import Engine, Request, Ticket
@@ -18,8 +19,11 @@ from kvjax.loading import LanguageModel
 PARTS = ("price", "memory", "prefix", "pages")
 """What can be measured; ``beside`` belongs to ``price``."""
 
-MORE = ("structures", "mixed")
-"""What is measured only where it is named (``benchmarks.structures``)."""
+SHARED = ("arrivals", "behind", "clients", "grammar")
+"""Parts of ``benchmarks.sharing``."""
+
+MORE = ("structures", "mixed", *SHARED)
+"""What is measured only where it is named (``benchmarks.structures``, ``benchmarks.sharing``)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,11 @@ class Serving:
     segment: int = option(16, "decode steps between two turns of the host")
     count: int = option(40, "structures, or requests of mixed policies")
     narrow: int | None = option(None, "layers of a random model instead, for structures and mixed")
-    kv_memory: int | None = option(None, "bytes, for structures and mixed (default: what is left)")
+    kv_memory: int | None = option(None, "bytes, for structures, mixed and what shares an engine")
+    size: str | None = option(
+        None, "of a random model instead, for arrivals, behind and clients", choices=sorted(SIZES)
+    )
+    prefill_tokens: int | None = option(None, "of the engine, for arrivals, behind and clients")
     seed: int = option(0, "of the prompts", type=whole(0))
     peers: Path | None = option(None, "environment that `peers --make` made", "DIR")
 

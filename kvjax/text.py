@@ -86,6 +86,11 @@ class Text:
         """The chat template's text, or None."""
         return self._sources.get("default")
 
+    @property
+    def tool_template(self) -> str | None:
+        """The template of conversations with tools, or None."""
+        return self._sources.get("tool_use", self.template)
+
     @classmethod
     def load(cls, folder: str | Path, spec: ModelSpec | Ends) -> Text:
         """Reads a folder's tokenizer.json, and the chat template beside it.

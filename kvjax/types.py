@@ -79,6 +79,11 @@ class Heads:
     wo: Float[Array, "D N H"] | None = None
     sinks: Float[Array, " N"] | None = None
 
+    def of_rows(self, rows: slice) -> Heads:
+        """Those of some rows."""
+        names = ("q", "k", "v", "q_pre", "k_pre", "hidden")
+        return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in names})
+
 
 AttendFn = Callable[[int, Heads, C], "tuple[Array, C]"]
 """Attention of a layer: ``attend(layer, heads, carry) -> (out [B, T, N, H], carry)``.

@@ -103,6 +103,7 @@ TABLE = {
     "kvjax.decode._draft_length": r"(?!)",
     "kvjax.decode._prefill": rf"{STATE}|kvjax\.(algebra|catalogue|layer|metrics|decode\._(?!generate).+)",
     "kvjax.decode._replay": rf"{STATE}|kvjax\.(algebra|layer|decode\._(capacity|checks))",
+    "kvjax.decode._behind": rf"{STATE}|kvjax\.(algebra|layer)",
     "kvjax.decode._activations": rf"{STATE}|kvjax\.(algebra|layer|decode\._(by_layer|capacity|checks))",
     "kvjax.decode._generate": rf"{STATE}|kvjax\.(algebra|catalogue|weights|metrics|sampling|decode\._.+)",
     "kvjax.catalogue": r"kvjax\.(algebra|policies|budgets(\.amount)?|storage|catalogue\._.+)",
@@ -119,15 +120,17 @@ TABLE = {
     "kvjax.engine.settings": r"kvjax\.(types|decode|sharding\.(mesh|specs))",
     "kvjax.engine.request": r"kvjax\.(types|algebra|decode|weights|sharding\.mesh)",
     "kvjax.engine.metrics": rf"{STATE}|kvjax\.(metrics|engine\.(decoding|request))",
-    "kvjax.engine.ticket": rf"{STATE}|kvjax\.(algebra|sampling|engine\.(decoding|request|metrics))",
+    "kvjax.engine.ticket": rf"{STATE}|kvjax\.(algebra|decode|sampling)"
+    r"|kvjax\.engine\.(decoding|request|metrics|prefix)",
     "kvjax.engine.pages": rf"{STATE}|kvjax\.(algebra|decode|metrics)",
-    "kvjax.engine.prefix": r"kvjax\.(algebra|engine\.pages)",
+    "kvjax.engine.prefix": rf"{STATE}|kvjax\.(algebra|decode|engine\.pages)",
     "kvjax.engine.contexts": r"kvjax\.(types|algebra|decode|metrics|saving|weights)"
     r"|kvjax\.engine\.(errors|pages|request|settings|ticket)",
     "kvjax.engine.batch": rf"{STATE}|kvjax\.(algebra|decode|layer|metrics|sampling)"
     r"|kvjax\.engine\.(decoding|compiler|metrics|pages|request|ticket)",
     "kvjax.engine.memory": rf"{STATE}|kvjax\.(algebra|decode|metrics)"
-    r"|kvjax\.engine\.(decoding|batch|contexts|errors|pages|prefix|request|settings|ticket)",
+    r"|kvjax\.engine\.(decoding|batch|contexts|errors|guided|pages|prefix|request|settings|ticket)",
+    "kvjax.grammar": r"kvjax\.(engine|text)",
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",

@@ -4,6 +4,7 @@
             beginning of its lists may be lent by a row that holds the same
   release   rows leave; pages without another owner are free when it returns
   cut       one row as a state of its own, with pages of its own
+  shortened one row as it was after fewer tokens, where everything was kept
 
 All are pure and have one program for each pair of pool sizes, whichever row and whatever it holds; jitted
 with the running batch donated they write in place.
@@ -152,6 +153,31 @@ def cut(cache: LayerCache, row: Int[Array, ""], sizes: Sequence[int]) -> LayerCa
         ring=rings.rows(cache.ring, index),
         summary=jax.tree.map(lambda x: x[index], cache.summary),
     ).with_pools([pool.pick_rows(pages, index, size) for pages, size in zip(cache.pools, sizes)])
+
+
+def shortened(cache: LayerCache, seen: Int[Array, " 1"], tokens: Int[Array, ""], count: int) -> LayerCache:
+    """A layer of one row as it was after its first ``tokens`` of ``seen``, in a pool of ``count`` pages.
+
+    The layer holds every token in the order of positions, exact, and nothing beside keys and values. Ring
+    slots take back from the pages what had left the window later.
+    """
+    assert cache.pages is not None
+    ring, pages = cache.ring, cache.pages
+    positions = rings.positions(tokens[None], ring.window)[0]  # of slots then; EMPTY where there was nothing
+    held = positions >= seen[0] - ring.window  # still in the ring, in the same slot
+    at = jnp.clip(positions, 0)
+    page, slot = (
+        pages.table[0, :, 0, :][:, jnp.minimum(at // pages.size, pages.table.shape[-1] - 1)],
+        at % pages.size,
+    )
+
+    def back(own: Array, paged: Array) -> Array:
+        return jnp.where(held[:, None], own[0], paged[jnp.maximum(page, 0), slot])[None]
+
+    ring = dataclasses.replace(ring, k=back(ring.k, pages.k), v=back(ring.v, pages.v))
+    left = jnp.minimum(pages.length, jnp.maximum(tokens - ring.window, 0))
+    pages = pool.pick_rows(dataclasses.replace(pages, length=left), jnp.zeros(1, jnp.int32), count)
+    return dataclasses.replace(cache, ring=ring, pages=pages)
 
 
 def with_row(state: KVState, layers: tuple[LayerCache, ...], source: KVState, row: Any) -> KVState:

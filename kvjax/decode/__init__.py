@@ -20,16 +20,20 @@ counts are read between them, never inside.
 """
 
 from kvjax.decode._activations import PromptActivations, read_full
+from kvjax.decode._behind import Behind, Keys, prompt_layer_behind, queries_behind
 from kvjax.decode._by_layer import (
     ChunkPrograms,
     LayerCall,
     after_chunk,
+    after_rows,
     chunk_layer,
+    chunk_layer_of_rows,
     embed,
     last_logits,
     layer_calls,
     outer,
     read_chunk,
+    read_rows,
     weights_by_layer,
 )
 from kvjax.decode._capacity import (
@@ -75,6 +79,7 @@ from kvjax.decode._prefill import (
     prompt_layer,
     read_layers,
     store_layer,
+    widths_behind,
     with_logits,
 )
 from kvjax.decode._replay import (
@@ -95,9 +100,11 @@ __all__ = [
     "LONG_PAGE",
     "MAX_STEPS",
     "PAGE",
+    "Behind",
     "ChunkPrograms",
     "DecodeRows",
     "Generation",
+    "Keys",
     "LayerCall",
     "Progress",
     "PromptActivations",
@@ -106,12 +113,14 @@ __all__ = [
     "RequestError",
     "Tally",
     "after_chunk",
+    "after_rows",
     "best_length",
     "bucket",
     "check_continues",
     "check_space",
     "check_weights",
     "chunk_layer",
+    "chunk_layer_of_rows",
     "cut",
     "cut_layer",
     "cuts_after",
@@ -136,8 +145,10 @@ __all__ = [
     "piece",
     "prefill",
     "prompt_layer",
+    "prompt_layer_behind",
     "prompt_pages",
     "prompt_pieces",
+    "queries_behind",
     "rank_layer",
     "read_chunk",
     "read_full",
@@ -145,6 +156,7 @@ __all__ = [
     "read_layers",
     "read_policy",
     "read_prompts",
+    "read_rows",
     "replay_layer",
     "reserve",
     "roomy",
@@ -157,6 +169,7 @@ __all__ = [
     "store_layer",
     "stream",
     "weights_by_layer",
+    "widths_behind",
     "with_draft",
     "with_logits",
 ]

@@ -82,7 +82,10 @@ def outer(params: Params) -> Params:
 
 
 class ChunkPrograms(NamedTuple):
-    """What ``read_chunk`` runs: ``embed``, ``chunk_layer`` and ``after_chunk``."""
+    """What ``read_chunk`` runs: ``embed``, ``chunk_layer`` and ``after_chunk``.
+
+    ``read_rows`` takes ``chunk_layer_of_rows`` and ``after_rows`` instead of the last two.
+    """
 
     embed: Callable[..., Any]
     layer: Callable[..., Any]
@@ -116,6 +119,46 @@ def read_chunk(
         caches.append(cache)
     length, last = run.after(x, state.length, counts, last, mesh)
     return dataclasses.replace(state, layers=tuple(caches), length=length), last, x
+
+
+def read_rows(
+    network: Network,
+    policies: Sequence[Policy],
+    params: Params,
+    calls: Sequence[Sequence[LayerCall]],
+    rows: Sequence[KVState],
+    tokens: Int[np.ndarray, "B T"],
+    length: Int[np.ndarray, " B"],
+    count: Int[np.ndarray, " B"],
+    programs: ChunkPrograms,
+) -> list[tuple[KVState, Float[Array, "1 D"]]]:
+    """``read_chunk`` of several states of one row, in one program a layer. The states are donated.
+
+    Args:
+      network, params: the model, on one device.
+      policies: of the rows; of one structure.
+      calls: of the layers, for each row.
+      rows: their states, whose arrays have the same shapes.
+      tokens, length, count: what each row is fed, how many tokens it has seen and how many come; on the host.
+      programs: the functions that run, as the caller compiled them.
+
+    Returns:
+      Each row's state, and the output of its last token.
+    """
+    network, totals = network.at(rows[0].context), tuple(state.total for state in rows)
+    x, layers = programs.embed(network, outer(params), length, tokens, ONE), []
+    for of_rows, caches in zip(zip(*calls), zip(*(state.layers for state in rows))):
+        kind, block, _, number = of_rows[0]
+        own = tuple(call.own for call in of_rows)
+        x, caches = programs.layer(
+            network, kind, block, own, number, tuple(policies), caches, x, length, count, totals
+        )
+        layers.append(caches)
+    after = programs.after(x, length, count)
+    return [
+        (dataclasses.replace(state, layers=of_row, length=seen), last)
+        for state, of_row, (seen, last) in zip(rows, zip(*layers), after)
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
@@ -168,6 +211,49 @@ def _step(
 
 chunk_layer, step_layer = program(layer.chunk), program(_step)
 """A layer's part in a chunk (``rows``: tokens of each) and in a step (``rows``: those that are done)."""
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="caches")
+def chunk_layer_of_rows(
+    network: Network,
+    kind: int,
+    block: Params,
+    own: tuple[Params, ...],
+    index: Int[Array, ""],
+    policies: tuple[Policy, ...],
+    caches: tuple[LayerCache, ...],
+    x: Float[Array, "B T D"],
+    length: Int[Array, " B"],
+    count: Int[Array, " B"],
+    totals: tuple[Int[Array, " 1"], ...],
+) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
+    """``chunk_layer`` of rows that have caches of their own, one row each: they share the model's weights.
+
+    On one device. What each cache is after it, it would be after ``chunk_layer`` alone.
+    """
+    window, positions = network.windows[kind], positions_after(length, x[..., 0])
+
+    def attend(_: int, heads: Heads, caches: tuple[LayerCache, ...]) -> tuple[Array, tuple[LayerCache, ...]]:
+        outs, after = [], []
+        for at, (policy, params, cache, total) in enumerate(zip(policies, own, caches, totals)):
+            info = layer.LayerInfo(policy, params, index, network.num_layers, window, total, kind=kind)
+            row = slice(at, at + 1)
+            out, cache = layer.chunk(info, heads.of_rows(row), cache, length[row], count[row])
+            outs.append(out)
+            after.append(cache)
+        return jnp.concatenate(outs), tuple(after)
+
+    return network.layer(block, kind, x, positions, attend, caches)
+
+
+@jax.jit
+def after_rows(
+    x: Float[Array, "B T D"], length: Int[Array, " B"], count: Int[Array, " B"]
+) -> tuple[tuple[Int[Array, " 1"], Float[Array, "1 D"]], ...]:
+    """Each row's length after a chunk, and the output of its last token."""
+    newest = jnp.take_along_axis(x, (count - 1)[:, None, None], axis=1)[:, 0]
+    rows = [slice(at, at + 1) for at in range(len(x))]
+    return tuple((length[row] + count[row], newest[row]) for row in rows)
 
 
 @functools.partial(jax.jit, static_argnums=4, donate_argnames=("length", "last"))

@@ -21,6 +21,7 @@ from kvjax.cache import state as states
 from kvjax.cache.ring import ENTRY, Entry
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.decode._activations import PromptActivations, embed_prompts
+from kvjax.decode._behind import Behind, prompt_layer_behind
 from kvjax.decode._by_layer import (
     after_chunk,
     embed,
@@ -317,6 +318,7 @@ class PromptPrograms(NamedTuple):
     rank: Callable[..., Any] = rank_layer
     score: Callable[..., Any] = score_layer
     share: Callable[..., Any] = share_slots
+    behind: Callable[..., Any] = prompt_layer_behind
 
 
 def read_layers(
@@ -331,6 +333,8 @@ def read_layers(
     fitted: bool = True,
     programs: PromptPrograms | None = None,
     missing: Callable[[Any, tuple[Any, ...]], Any] = lambda program, arguments: None,
+    behind: Behind | None = None,
+    keep: Callable[[Array, Array], None] = lambda k, v: None,
 ) -> Generator[Any, None, tuple[KVState, Float[Array, "B D"], Float[Array, "B T D"]]]:
     """Read whole prompts into an empty state that knows their lengths (``total``).
 
@@ -346,6 +350,8 @@ def read_layers(
       programs: the functions that run, as the caller compiled them.
       missing: called with the next of them and its arguments; what it returns, if anything, is yielded before
         the call, so that the caller may have the program made.
+      behind: what is known of the only prompt: its beginning is not read (``queries_behind``).
+      keep: called with each layer's keys and values [B, K, T, H] of whole prompts.
 
     Yields:
       (layers done, all layers), after each; a layer counts once for each time that it runs.
@@ -356,7 +362,11 @@ def read_layers(
     network, params, total = model.network.at(state.context), model.params, state.total
     mesh = state.mesh
     run = programs or PromptPrograms(embed, prompt_layer, store_layer, after_chunk, weights_by_layer)
-    x = reading.inputs[0] if reading else embed_prompts(network, params, prompts, mesh, run.embed)
+    begins, counts, width = state.length, total, 0
+    if behind is not None:
+        x, begins, counts, width = _rest(network, params, prompts[0], behind, run.embed)
+    else:
+        x = reading.inputs[0] if reading else embed_prompts(network, params, prompts, mesh, run.embed)
     caches, kept = list(state.layers), []
     draws = mesh.put(np.zeros(len(prompts), np.uint32) if seeds is None else seeds)
     calls = layer_calls(network, policy, params, weights, run.by_layer)
@@ -400,11 +410,15 @@ def read_layers(
         if held:
             ranked, stored, stays = run.cut(*where, x, held[index], total, draws, mesh, targets[index])
             held[index] = ()
+        elif behind is not None:
+            known = (*behind.keys[index], np.int32(behind.tokens))
+            x, ranked, stored, stays = run.behind(*where, x, *known, total, draws, width)
         else:
             lse = reading.lse[index] if reading else None
             out, ranked, stored, stays = run.layer(*where, x, total, draws, mesh, lse)
             x = reading.inputs[index + 1] if reading else out
         kept += [stays] if window is None else []
+        keep(ranked.k, ranked.v)
         # The one look of the host between two layers.
         fullest = [prompt_pages(policy, cache, own) for own in mesh.blocks(np.asarray(stored))]
         need = tuple(pool.coarse_class(max(pages)) for pages in zip(*fullest))
@@ -417,7 +431,7 @@ def read_layers(
         del arguments, ranked
         state = metrics.raise_peak(state, whole, before + whole + metrics.allocated((caches[index],)))
         yield (done := done + 1), layers
-    length, last = run.after(x, state.length, total, _no_output(model, state), mesh)
+    length, last = run.after(x, begins, counts, _no_output(model, state), mesh)
     state = dataclasses.replace(state, layers=tuple(caches), length=length)
     if policy.budget.voted:
         warn_of_votes(policy, [len(prompt) for prompt in prompts], jax.device_get(kept))
@@ -426,6 +440,22 @@ def read_layers(
         return states.fit(state), last, x
     states.counts(state)  # as ``fit``, raises if a pool was too small
     return state, last, x
+
+
+def _rest(
+    network: Network, params: Params, prompt: np.ndarray, behind: Behind, run: Any
+) -> tuple[Array, Int[np.ndarray, " 1"], Int[np.ndarray, " 1"], int]:
+    """What goes into the first layer of the tokens behind a beginning; where they begin, how many; T."""
+    begins, new = np.asarray([behind.tokens], np.int32), prompt[behind.tokens :]
+    narrow, width = widths_behind(len(prompt), behind.tokens)
+    x = run(network, outer(params), begins, padded([new], narrow), ONE)
+    return x, begins, np.asarray([len(new)], np.int32), width
+
+
+def widths_behind(tokens: int, known: int) -> tuple[int, int]:
+    """Padded lengths of what is read behind so many known tokens, and of the whole prompt."""
+    narrow = bucket(tokens - known)
+    return narrow, bucket(max(tokens, known + narrow))
 
 
 def _with_full_cache(

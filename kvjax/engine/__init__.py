@@ -38,11 +38,12 @@ A request's way from ``submit`` to its tokens; arrows cross threads:
   ticket.py   a ticket
        └─ inbox ──────────────> scheduler.py  queue; one turn after another
                                 memory.py     a running batch for its policy
-                                prefill.py    a row to begin with: empty (pages.py),
+                                prefiller.py  a row to begin with: empty (pages.py),
                                               a prefix (prefix.py) or a context
                                               (contexts.py); programs ────────────> compiler.py
                                 prefill.py    reads the prompt <─────────────────────────┘
-                                              and draws the first token
+                                together.py   or pieces of several in one program
+                                insertion.py  draws the first token
                                 batch.py      the row enters the batch
                                 decoding.py   some steps of all rows, again and again
                                 batch.py      the tokens on the host
@@ -73,6 +74,7 @@ from kvjax.engine.request import (
     MOST_BIASES,
     MOST_LOGPROBS,
     Event,
+    Guide,
     HeldPositions,
     Inspection,
     KVUsage,
@@ -99,6 +101,7 @@ __all__ = [
     "EngineDead",
     "EngineError",
     "Event",
+    "Guide",
     "Health",
     "HeldPositions",
     "Inspection",

@@ -26,13 +26,15 @@ from kvjax.engine.decoding import (
     Snapshot,
     decode_steps,
     first_token,
+    guided_draw,
+    guided_step,
     nothing_held,
     piece,
     prompt_log_probabilities,
     snapshot,
 )
 from kvjax.engine.metrics import BatchMetrics, live, usages
-from kvjax.engine.pages import StoredState
+from kvjax.engine.pages import Shorter, StoredState
 from kvjax.engine.request import MOST_BIASES, MOST_STOPS, KVUsage, LearnedWeights
 from kvjax.engine.ticket import EngineRequest
 from kvjax.layer import stack_policies
@@ -53,7 +55,7 @@ class BatchRow:
     request: EngineRequest
     order: int  # rows that came later have higher ones
     reserved: list[int]  # pages of each pool (of a layer, the fullest) that it may own, shared ones included
-    begins: Sequence[StoredState]  # stored states that it begins with, or left while it was read
+    begins: Sequence[StoredState | Shorter]  # stored states that it begins with, or left while it was read
     family: int  # rows that share pages have the same
 
 
@@ -64,6 +66,7 @@ class CommonPrograms:
         own = functools.partial(Owned, ahead=ahead)
         self.embed = own(decode.embed, static=("network", "mesh"), most=32)
         self.after = own(decode.after_chunk, static=("mesh",), donate=("length", "last"), most=32)
+        self.after_rows = own(decode.after_rows, most=32)
         self.first = own(first_token)
         self.ranks = own(prompt_log_probabilities, static=("network",))
         self.piece = own(piece, static=("width",))
@@ -75,6 +78,7 @@ class SizedPrograms:
     def __init__(self, ahead: bool) -> None:
         own = functools.partial(Owned, ahead=ahead)
         self.steps = own(decode_steps, static=("network", "steps"), donate=("state",))
+        self.guided_step = own(guided_step, static=("network",), donate=("state",))
         self.insert = own(row_ops.on_devices(row_ops.insert), static=("mesh",), donate=("cache",))
         self.release = own(row_ops.on_devices(row_ops.release), static=("mesh",), donate=("cache",))
         self.cut = own(row_ops.on_devices(row_ops.cut), static=("mesh", "sizes"))
@@ -111,10 +115,13 @@ class Structure:
             return paging.empty(model, policy, rows=rows, counts=counts, **sizes)
 
         self.make = own(make, static=("rows", "counts"))
+        self.shortened = own(paging.shortened, static=("counts",))
         self.copied, self.resize = own(paging.copied), own(states.resize, static=("count", "mesh"))
         self.by_layer = own(decode.weights_by_layer, static=("layers",))
         self.chunk = own(decode.chunk_layer, static=("network", "kind", "mesh"), donate=("cache",))
+        self.rows = own(decode.chunk_layer_of_rows, static=("network", "kind"), donate=("caches",))
         self.prompt = own(decode.prompt_layer, static=("network", "window", "ring", "mesh"))
+        self.behind = own(decode.prompt_layer_behind, static=("network", "window", "ring", "width"))
         self.hold = own(decode.hold_layer, static=("network", "window", "mesh", "known"))
         self.replay = own(decode.replay_layer, static=("network", "window", "mesh"), donate=("scores",))
         self.rank = own(decode.rank_layer, static=("network", "window", "mesh"))
@@ -122,6 +129,7 @@ class Structure:
         self.share = own(decode.share_slots, static=("layers", "mesh"))
         self.cut = own(decode.cut_layer, static=("network", "window", "ring", "mesh"))
         self.store = own(decode.store_layer, static=("num_layers", "pages", "mesh"))
+        self.guided_draw = own(guided_draw)
         self.logits = own(decode.last_logits, static=("network", "mesh"))
         self.with_row = own(row_ops.with_row, donate=("state",))
         self.without_rows = own(row_ops.without_rows, donate=("state",))
@@ -151,6 +159,8 @@ class Structure:
 
 class RunningBatch:
     """Rows of one policy structure, on one state."""
+
+    guided = False  # are its rows those whose tokens a guide allows?
 
     def __init__(self, structure: Structure, rows: int) -> None:
         """So many free rows, and a page in each pool; shapes alone, until ``make``."""
@@ -222,11 +232,11 @@ class RunningBatch:
             spare[kind] = min(spare[kind], int(left.min()))
         return spare
 
-    def lender(self, policy: Policy, start: StoredState) -> int | None:
+    def lender(self, policy: Policy, start: StoredState | Shorter) -> int | None:
         """A row that holds the full pages of this stored state; None where there is none, or no such page."""
         if not paging.can_lend(policy) or not any(x.any() for x in start.pages):
             return None
-        lenders = (number for number, row in self.taken.items() if any(x is start for x in row.begins))
+        lenders = (number for number, row in self.taken.items() if any(x is start.whole for x in row.begins))
         return next(lenders, None)
 
     def usages(self) -> list[KVUsage]:
@@ -256,7 +266,7 @@ class RunningBatch:
         request: EngineRequest,
         source: KVState,
         reserved: list[int],
-        begins: Sequence[StoredState],
+        begins: Sequence[StoredState | Shorter],
         lender: int | None = None,
     ) -> None:
         """A row that was read takes a free row; the source is left as it is.
@@ -464,8 +474,7 @@ class RunningBatch:
         own, sized, mesh = self.structure, self.sized_programs(counts), self.mesh
         state = paging.marked_shared(paging.shapes_with(self.state, counts), shared)
         numbers, mask = _bare(state), np.zeros(len(self.rows), bool)
-        inputs = (self.model.network, self._policies(), steps, self.model.params, own.learned.weights)
-        programs = [sized.steps.program(*inputs, state, self._inputs(steps, shaped or self.shaped))]
+        programs = self._step_programs(sized, state, steps, shaped or self.shaped)
         programs.append(own.without_rows.program(numbers, (), mask))
         if not self.made:
             programs.append(own.make.program(len(self.rows), tuple(counts)))
@@ -484,6 +493,12 @@ class RunningBatch:
                     loan = row_ops.Loan(row=np.int32(0), pages=lists)  # type: ignore[arg-type]
                     programs.append(sized.insert.program(cache, new, np.int32(0), loan, mesh=mesh))
         return list({(id(program.made), program.key): program for program in programs}.values())
+
+    def _step_programs(self, sized: SizedPrograms, state: KVState, steps: int, shaped: bool) -> list[Program]:
+        """What ``step`` runs on a state of such shapes."""
+        inputs = (self.model.network, self._policies(), steps, self.model.params)
+        learned = self.structure.learned.weights
+        return [sized.steps.program(*inputs, learned, state, self._inputs(steps, shaped))]
 
     def _policies(self) -> Policy:
         """Of all rows, stacked; free rows have the batch's own."""

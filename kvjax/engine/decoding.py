@@ -18,7 +18,7 @@ from kvjax.sampling import Sampling, sample
 from kvjax.types import EMPTY, Network, Params, pytree
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Bool, Float, Int, UInt
 
 
 @pytree()
@@ -157,6 +157,42 @@ def decode_steps(
 
     state, _, drawn = decode.decode_loop(step, advance, state, rows, drawn, rows.steps)
     return state, drawn, snapshot_of(state)
+
+
+def guided_step(
+    network: Network,
+    policies: Policy,
+    params: Params,
+    weights: Params,
+    state: KVState,
+    token: Int[Array, " B"],
+    active: Bool[Array, " B"],
+) -> tuple[KVState, Float[Array, "B V"], Int[Array, " B"], Snapshot]:
+    """A token of every active row is fed; what follows it is drawn by ``guided_draw``. Pure.
+
+    Returns:
+      The state, the logits, the position of the token that follows, and the snapshot.
+    """
+    state, logits = decode.step(network, by_rows(policies), params, weights, state, token, active)
+    return state, logits, state.length + 0, snapshot_of(state)
+
+
+def guided_draw(
+    logits: Float[Array, "B V"],
+    how: Sampling,
+    ranked: Bool[Array, " B"],
+    position: Int[Array, " B"],
+    active: Bool[Array, " B"],
+    allowed: UInt[Array, "B W"],
+) -> SampledTokens:
+    """``draw`` among the tokens whose bit is set (``Guide.allowed``); arrays are [B, 1, ...]. Pure."""
+    ids = jnp.arange(logits.shape[1])
+    may = (allowed[:, ids // 32] >> (ids % 32).astype(allowed.dtype)) & 1
+    token = sample(jnp.where(may > 0, logits, -jnp.inf), how, position)
+    logprob, best, logprobs = log_probabilities(logits, token, ranked)
+    token = jnp.where(active, token, EMPTY)
+    drawn = SampledTokens(token=token, logprob=logprob, best=best, logprobs=logprobs)
+    return jax.tree.map(lambda x: x[:, None], drawn)
 
 
 def draw(

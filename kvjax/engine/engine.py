@@ -23,6 +23,7 @@ from kvjax.engine.errors import Draining, EngineDead, QueueFull, TooManyStructur
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, Metrics
 from kvjax.engine.pages import paged
+from kvjax.engine.prefill import widths
 from kvjax.engine.request import (
     MOST_BIASES,
     MOST_STOPS,
@@ -71,6 +72,7 @@ class Engine:
         queue: int = 64,
         chunk: int = CHUNK,
         segment: int = 8,
+        prefill_tokens: int | None = None,
         page: int | None = None,
         share: float | None = None,
         share_pages: bool | None = None,
@@ -92,8 +94,10 @@ class Engine:
           max_lanes: most running batches (policy structures) at a time.
           context: most tokens of a row, prompt and answer; by default the model's positions.
           queue: most requests that wait; one more raises ``QueueFull``.
-          chunk: prompt tokens read at a time; no running row pauses longer than one chunk takes (or one
-            layer, for policies that judge a whole prompt).
+          chunk: prompt tokens of a text that are read at a time.
+          prefill_tokens: prompt tokens that are read between two programs of running rows, of one text or of
+            several in one program; by default ``chunk``. No running row pauses for longer than these take (or
+            a layer of one prompt, for policies that judge it as a whole).
           segment: decode steps of one program. The host acts between programs: a cancelled row is free after
             so many steps.
           page: slots of a page; by default chosen by the context.
@@ -121,6 +125,7 @@ class Engine:
             context=context,
             chunk=chunk,
             segment=segment,
+            prefill_tokens=chunk if prefill_tokens is None else prefill_tokens,
             page=page,
             share=share,
             share_pages=share_pages,
@@ -274,6 +279,7 @@ class Engine:
             learned=learned,
             stops=stops,
             sampling=jax.device_get(how),
+            guide=None if request.guide is None else request.guide(),
             context=request.context or "",
             keep_as=keep_as,
         )
@@ -337,17 +343,38 @@ class Engine:
         return self._scheduler.metrics(self._entering)
 
     def warm_up(
-        self, policy: str | Policy | None = None, weights: Mapping[str, Source] | None = None
+        self,
+        policy: str | Policy | None = None,
+        weights: Mapping[str, Source] | None = None,
+        prompts: Sequence[int] = (1,),
     ) -> float:
         """Compiles the programs of a policy before a request needs them; the seconds it took.
+
+        Args:
+          policy, weights: as of a ``Request``.
+          prompts: lengths of the prompts whose programs are compiled, each by reading one; those that leave
+            no room for an answer are left out.
 
         Raises:
           PolicyError, WeightsError: as ``submit``.
         """
         begun = time.monotonic()
-        request = Request(prompt=[0], max_new_tokens=2, policy=policy, weights=weights, ignore_eos=True)
-        self.submit(request).result()
+        for at, length in enumerate(length for length in prompts if length + 2 <= self.context):
+            tokens = np.full(length, at % self._model.params["embed"].shape[0])  # begins as no other does
+            request = Request(
+                prompt=tokens,
+                max_new_tokens=2,
+                policy=policy,
+                weights=weights,
+                ignore_eos=True,
+                owner="warm-up",
+            )
+            self.submit(request).result()
         return time.monotonic() - begun
+
+    def usual_prompts(self) -> tuple[int, ...]:
+        """Lengths of prompts by which ``warm_up`` meets every width of chunk and the first sizes of pools."""
+        return widths(self._settings.chunk)
 
     def drain(self, deadline: float | None = None) -> bool:
         """Takes nothing new and waits until everything is done; after ``deadline`` seconds ends the rest.

@@ -22,7 +22,8 @@ from kvjax.engine.batch import CommonPrograms, RunningBatch, Structure
 from kvjax.engine.contexts import Contexts
 from kvjax.engine.decoding import Snapshot
 from kvjax.engine.errors import MemoryFull
-from kvjax.engine.prefix import Prefix, Prefixes
+from kvjax.engine.guided import GuidedBatch
+from kvjax.engine.prefix import HeldKeys, Key, Prefix, Prefixes
 from kvjax.engine.request import LearnedWeights, WeightCache
 from kvjax.engine.settings import EngineSettings
 from kvjax.engine.ticket import EngineRequest
@@ -132,13 +133,14 @@ class Memory:
         ``reading`` bytes must be left beside it, for the row that is read.
         """
         policy = request.policy
-        serving = [batch for batch in self.batches if batch.structure is structure]
+        kind = GuidedBatch if request.guided else RunningBatch
+        serving = [x for x in self.batches if x.structure is structure and x.guided == request.guided]
         if serving:
             return next((batch for batch in serving if None in batch.rows), serving[0])
         while len(self.batches) >= self.settings.max_lanes:
             if not self._drop_batch():
                 return None
-        batch, reading = RunningBatch(structure, self.settings.max_rows), max(reading, self.coming())
+        batch, reading = kind(structure, self.settings.max_rows), max(reading, self.coming())
         if not self.room(batch.allocated + reading):
             if self.running or self.promised or self.reading():
                 return None
@@ -239,7 +241,7 @@ class Memory:
             "kv_memory, which leaves too little for this request. Ask again later, or delete contexts."
         )
 
-    def remember(self, key: tuple[str, str], tokens: np.ndarray, state: KVState) -> Prefix:
+    def remember(self, key: Key, tokens: np.ndarray, state: KVState) -> Prefix:
         """Keeps the state of a text, for later ones that begin so, where older prefixes make room."""
         prefix = Prefix(key=key, tokens=tokens, state=state)
         while self.allocated() + prefix.bytes > self.settings.kv_memory and self.prefixes.drop():
@@ -247,6 +249,13 @@ class Memory:
         if self.allocated() + prefix.bytes <= self.settings.kv_memory:
             self.prefixes.keep(prefix)
         return prefix
+
+    def remember_keys(self, new: HeldKeys) -> None:
+        """Keeps keys and values of a prompt, where older prefixes make room."""
+        while self.allocated() + new.bytes > self.settings.kv_memory and self.prefixes.drop():
+            pass
+        if self.allocated() + new.bytes <= self.settings.kv_memory:
+            self.prefixes.keep_keys(new)
 
 
 def batch_bytes(

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax import decode, metrics
 from kvjax.algebra import AdmitAll, Policy
+from kvjax.cache import rows as row_ops
 from kvjax.cache import state as states
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
@@ -93,6 +94,12 @@ def empty(
 def copied(tree: Any) -> Any:
     """The same in buffers of its own, to be donated; one program."""
     return jax.tree.map(jnp.copy, tree)
+
+
+def shortened(state: KVState, tokens: Int[jax.Array, ""], counts: tuple[int, ...]) -> KVState:
+    """A state of one row as it was after fewer tokens (``can_shorten``), in pools of so many pages. Pure."""
+    layers = tuple(row_ops.shortened(layer, state.length, tokens, *counts) for layer in state.layers)
+    return dataclasses.replace(state, layers=layers, length=tokens[None])
 
 
 def resized(state: KVState, counts: Sequence[int], resize: Callable[..., Pages]) -> KVState:
@@ -259,6 +266,59 @@ class StoredState:
         self.bytes = metrics.allocated(self.state.layers)
         pools = [pages for layer in self.state.layers for pages in layer.pools]
         self.pages = [np.asarray(pages.length)[0] // pages.size for pages in pools]
+
+    @property
+    def row(self) -> KVState:
+        """The state, which was not dropped."""
+        assert self.state is not None
+        return self.state
+
+    @property
+    def whole(self) -> StoredState:
+        """That holds the state: this one."""
+        return self
+
+    @property
+    def lists(self) -> list[np.ndarray]:
+        """Live slots [K, R] of each pool of each layer in turn."""
+        return [np.asarray(pages.length)[0] for layer in self.row.layers for pages in layer.pools]
+
+
+@dataclasses.dataclass(eq=False)
+class Shorter:
+    """The beginning of a stored state that keeps everything; a stored state itself, as far as rows see.
+
+    Attributes:
+      whole: it is a part of.
+      tokens: of the beginning.
+    """
+
+    whole: StoredState
+    tokens: Int[np.ndarray, " T"]
+
+    def __post_init__(self) -> None:
+        self.lists = [np.minimum(x, max(0, len(self.tokens) - WINDOW)) for x in self.whole.lists]
+        pools = [pages for layer in self.whole.row.layers for pages in layer.pools]
+        self.pages = [live // pages.size for live, pages in zip(self.lists, pools)]
+
+    @property
+    def state(self) -> KVState | None:
+        """Of the whole; None once it was dropped."""
+        return self.whole.state
+
+    @property
+    def row(self) -> KVState:
+        """The state of the whole, which was not dropped."""
+        return self.whole.row
+
+
+def can_shorten(policy: Policy, state: KVState) -> bool:
+    """Does a row hold every token, exact and with nothing beside it? Then it has any beginning, too."""
+    admits_all = isinstance(policy.admission, AdmitAllPaged) and policy.admission.window == WINDOW
+    others = all(part.idle for part in policy.parts if part is not policy.admission)
+    return (
+        admits_all and others and state.mesh == ONE and all(len(layer.pools) == 1 for layer in state.layers)
+    )
 
 
 def can_lend(policy: Policy) -> bool:

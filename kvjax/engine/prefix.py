@@ -5,7 +5,8 @@ after (``shareable``): the policy reads in chunks, deciding from each chunk and 
 part asks how long the prompt is, as a selection that splits does. It was read in the same chunks, so at a
 border it is the state that the other prompt would reach. Generated tokens count as a prompt's
 (``generated_too``) where a step leaves what a chunk would: what reads see must not differ between the two,
-so nothing is selected, approximated or held in codes.
+so nothing is selected, approximated or held in codes. A cache that keeps everything may begin with any part
+of another (``kvjax.engine.pages.can_shorten``), wherever that ends.
 """
 
 from __future__ import annotations
@@ -13,15 +14,24 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvjax import decode
 from kvjax.algebra import Policy
-from kvjax.engine.pages import StoredState
+from kvjax.cache.state import KVState
+from kvjax.engine.pages import Shorter, StoredState, layer_pools
 
 if TYPE_CHECKING:
     from jaxtyping import Int
+
+Key = tuple[str, str, str]
+"""Of the policy with its hyperparameters, of its weights, and of who may see it."""
+
+LEAST = 64
+"""Fewest tokens of a beginning whose keys and values are kept, or taken, for prompts that are read whole."""
 
 MOST = 64
 """Most states that are kept."""
@@ -45,38 +55,72 @@ def generated_too(policy: Policy) -> bool:
 class Prefix(StoredState):
     """The state at a border of a text."""
 
-    key: tuple[str, str]  # of the policy, its hyperparameters included, and of its weights
+    key: Key
     used: float = dataclasses.field(default_factory=time.monotonic)  # when it was last asked for
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
+class HeldKeys:
+    """Keys and values of a prompt that was read whole, for others that begin like it (``decode.Behind``).
+
+    Attributes:
+      tokens: of the prompt.
+      owner: who may see it.
+      keys: layer by layer; None once they were dropped.
+      used: when they were last asked for.
+      readers: prompts that are being read behind them.
+    """
+
+    tokens: Int[np.ndarray, " T"]
+    owner: str
+    keys: decode.Keys | None
+    used: float = dataclasses.field(default_factory=time.monotonic)
+    readers: int = 0
+
+    def __post_init__(self) -> None:
+        self.bytes = sum(x.nbytes for pair in self.keys or () for x in pair)
+
+
 class Prefixes:
-    """The states that are kept, up to ``memory`` bytes; the longest unused goes first."""
+    """What is kept of prompts, up to ``memory`` bytes; the longest unused goes first."""
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._held: list[Prefix] = []
-        self._seen: collections.deque[tuple[tuple[str, str], np.ndarray]] = collections.deque(maxlen=SEEN)
+        self._keys: list[HeldKeys] = []
+        self._seen: collections.deque[tuple[Key, np.ndarray]] = collections.deque(maxlen=SEEN)
 
     @property
     def allocated(self) -> int:
-        """Device bytes of all of them."""
-        return sum(prefix.bytes for prefix in self._held)
+        """Device bytes of all that is kept."""
+        return sum(kept.bytes for kept in (*self._held, *self._keys))
 
-    def find(self, key: tuple[str, str], tokens: Int[np.ndarray, " T"]) -> Prefix | None:
-        """The longest one that the prompt begins with, at least a token shorter than it."""
-        begins = [
-            prefix
-            for prefix in self._held
-            if prefix.key == key
-            and len(prefix.tokens) < len(tokens)
-            and np.array_equal(prefix.tokens, tokens[: len(prefix.tokens)])
-        ]
-        longest = max(begins, key=lambda prefix: len(prefix.tokens), default=None)
-        if longest is not None:
-            longest.used = time.monotonic()
-        return longest
+    def find(
+        self,
+        key: Key,
+        tokens: Int[np.ndarray, " T"],
+        can_shorten: Callable[[KVState], bool] = lambda state: False,
+    ) -> Prefix | Shorter | None:
+        """The longest beginning of the prompt that is held, at least a token shorter than it.
 
-    def borders(self, key: tuple[str, str], tokens: Int[np.ndarray, " T"], chunk: int) -> list[int]:
+        Args:
+          key: of the states that may be it.
+          tokens: of the prompt.
+          can_shorten: may any beginning of the state be taken? Of fewer tokens than a page none is.
+        """
+        longest, most = None, 0
+        for prefix in self._held:
+            common = _common(prefix.tokens, tokens[:-1]) if prefix.key == key else 0
+            page = max((pages.size for pages in layer_pools(prefix.row)), default=0)
+            part = common >= max(page, 1) and can_shorten(prefix.row)
+            if common > most and (common == len(prefix.tokens) or part):
+                longest, most = prefix, common
+        if longest is None:
+            return None
+        longest.used = time.monotonic()
+        return longest if most == len(longest.tokens) else Shorter(longest, tokens[:most])
+
+    def borders(self, key: Key, tokens: Int[np.ndarray, " T"], chunk: int) -> list[int]:
         """Borders of the prompt after which its state is worth keeping.
 
         The last one, and the last one before each token at which it leaves an earlier prompt.
@@ -93,17 +137,61 @@ class Prefixes:
         """Keeps one; drops others where there is no room."""
         for old in [p for p in self._held if p.key == new.key and np.array_equal(p.tokens, new.tokens)]:
             self._drop(old)
-        while self._held and (self.allocated + new.bytes > self._memory or len(self._held) >= MOST):
-            self.drop()
-        if new.bytes <= self._memory:
+        if self._room(new.bytes):
             self._held.append(new)
 
-    def drop(self) -> bool:
-        """Forgets the one that was not used for longest; False where there is none."""
-        if not self._held:
-            return False
-        self._drop(min(self._held, key=lambda prefix: prefix.used))
+    def _room(self, size: int) -> bool:
+        """Drops others until there is room for so many bytes; False where there is none."""
+        while len(self._held) + len(self._keys) >= MOST or self.allocated + size > self._memory:
+            if not self.drop():
+                return False
         return True
+
+    def drop(self) -> bool:
+        """Forgets what was not used for longest; False where there is nothing that nobody reads."""
+        idle = [keys for keys in self._keys if not keys.readers]
+        if not self._held and not idle:
+            return False
+        oldest = min([*self._held, *idle], key=lambda kept: kept.used)
+        if isinstance(oldest, HeldKeys):
+            self._keys.remove(oldest)
+            oldest.keys = None
+        else:
+            self._drop(oldest)
+        return True
+
+    # --- keys and values of whole prompts ------------------------------------------------------------
+
+    def find_keys(
+        self, owner: str, tokens: Int[np.ndarray, " T"], queries: int
+    ) -> tuple[HeldKeys, int] | None:
+        """What is held of the prompt's longest beginning, and its tokens; so many stay to be read."""
+        found, most = None, LEAST - 1
+        for held in self._keys:
+            common = _common(held.tokens, tokens[: len(tokens) - queries]) if held.owner == owner else 0
+            if common > most:
+                found, most = held, common
+        if found is None:
+            return None
+        found.used = time.monotonic()
+        return found, most
+
+    def worth_keys(self, owner: str, tokens: Int[np.ndarray, " T"]) -> bool:
+        """Did an earlier prompt begin like this one? The first is only remembered."""
+        key = ("", "", owner)
+        worth = any(other == key and _common(seen, tokens) >= LEAST for other, seen in self._seen)
+        self._seen.append((key, tokens))
+        return worth
+
+    def can_keep(self, size: int) -> bool:
+        """May so many bytes be kept at all?"""
+        return size <= self._memory
+
+    def keep_keys(self, new: HeldKeys) -> None:
+        """Keeps them in place of others; not where all of theirs is held."""
+        longest = max((_common(x.tokens, new.tokens) for x in self._keys if x.owner == new.owner), default=0)
+        if longest < len(new.tokens) and self._room(new.bytes):
+            self._keys.append(new)
 
     def _drop(self, prefix: Prefix) -> None:
         self._held.remove(prefix)

@@ -6,8 +6,8 @@ import dataclasses
 import json
 import math
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -18,6 +18,9 @@ from kvjax.decode import RequestError
 from kvjax.sharding.mesh import mesh_of
 from kvjax.types import Params, Weighted
 from kvjax.weights import VALUES, Source, find, shipped, sources
+
+if TYPE_CHECKING:
+    from jaxtyping import UInt
 
 MOST_LOGPROBS = 20
 """Most alternatives of a token whose log-probabilities can be asked for."""
@@ -30,6 +33,24 @@ MOST_BIASES = 300
 
 FINISHES = ("stop", "length", "cancelled", "deadline")
 """Why a text ended: an end token, ``max_new_tokens``, ``Ticket.cancel``, ``Request.deadline``."""
+
+
+class Guide(Protocol):
+    """Which tokens a text may go on with: a grammar, on its way through one text. One thread."""
+
+    @property
+    def done(self) -> bool:
+        """May nothing follow?"""
+
+    @property
+    def error(self) -> str:
+        """What went wrong; "" while nothing did."""
+
+    def allowed(self) -> UInt[np.ndarray, " W"]:
+        """Which tokens may come next, a bit each, 32 in a word, the lowest first."""
+
+    def take(self, token: int) -> None:
+        """The text goes on with this token, which was allowed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,9 +76,11 @@ class Request:
         ``context`` was read with, else those the engine was given, else what the model ships.
       deadline: seconds after ``submit`` at which the request ends wherever it is.
       context: name of a held context that the prompt continues (a fork of it; the context stays).
-      owner: whose contexts it may continue, as ``Contexts.create`` was told; those of others are not there.
+      owner: whose contexts it may continue, as ``Contexts.create`` was told; those of others are not there,
+        nor beginnings of prompts that others had read: how soon an answer comes tells nothing of them.
       inspect: ``Engine.inspect`` still answers once the text has ended, with what the row held then.
       client: who asks, for what clients share fairly: compilations.
+      guide: makes what says which tokens of one text may come; None: all. Log-probabilities stay the model's.
     """
 
     prompt: Sequence[int] | np.ndarray
@@ -84,6 +107,7 @@ class Request:
     owner: str = ""
     inspect: bool = False
     client: str = ""
+    guide: Callable[[], Guide] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +261,11 @@ def check_numbers(request: Request) -> None:
     for name, good, rule in rules:
         if not good:
             raise RequestError(f"Request({name}={getattr(request, name)!r}) is out of range. Give {rule}.")
+    if request.guide is not None and request.min_tokens:
+        raise RequestError(
+            f"Request(guide=..., min_tokens={request.min_tokens}) may not end where its guide says so. Leave "
+            "min_tokens out."
+        )
 
 
 def _whole(value: Any, least: int, most: float = math.inf) -> bool:

@@ -1,14 +1,14 @@
 """What runs next: the engine's thread takes one turn after another.
 
-A turn is one program of one batch (up to ``segment`` steps), or one unit (a chunk, a layer) of the prompt
-that is being read; batches and the prompt take turns. So a running row waits at most for one program of each
-other batch and one unit. Where one batch alone has anything to do, its next program is begun before the last
-one's tokens are handed out. A request goes
+A turn is one program of one batch (up to ``segment`` steps), or up to ``prefill_tokens`` tokens of prompts
+(``prefiller`` says of which); batches and prompts take turns. So a running row waits at most for one program
+of each other batch and for so many tokens. Where one batch alone has anything to do, its next program is
+begun before the last one's tokens are handed out. A request goes
 
   queue -> waiting for compilation (beside the others) -> reading -> waiting for pages -> a row
 
-in the order of the queue. A request whose batch has a free row, or whose programs are there, passes those
-that lack them. A request that has no batch at all is passed ``max_rows`` times at most.
+and leaves the queue in its order. A request whose batch has a free row, or whose programs are there, passes
+those that lack them. A request that has no batch at all is passed ``max_rows`` times at most.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvjax.engine.batch import RunningBatch
 from kvjax.engine.compiler import PATIENCE, Compiler
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, Metrics
-from kvjax.engine.prefill import Prefiller
+from kvjax.engine.prefiller import Prefiller
 from kvjax.engine.prefix import generated_too
 from kvjax.engine.request import Inspection, KVUsage
 from kvjax.engine.settings import NOTE_AFTER
@@ -84,16 +84,16 @@ class Scheduler:
         self._return()
         self._expire()
         prefiller = self.prefiller
-        if prefiller.current is None:
-            for request in prefiller.begin(self.queue):
-                self.queue.remove(request)
-            self._stuck = len(self.queue) if prefiller.current is None else None
-        if prefiller.current is not None:
+        taken = prefiller.begin(self.queue)
+        for request in taken:
+            self.queue.remove(request)
+        self._stuck = None if taken else len(self.queue)
+        if prefiller.acts:
             self._settle()
         work: list[Callable[[], bool]] = [
             functools.partial(self._write, batch) for batch in self.memory.batches if batch.taken
         ]
-        if prefiller.current is not None:
+        if prefiller.acts:
             work.append(prefiller.read)
         for _ in work:
             self._turn = (self._turn + 1) % len(work)
@@ -105,7 +105,7 @@ class Scheduler:
         """Ends requests whose deadline has come, and drops contexts that nobody used for long."""
         now = time.monotonic()
         self.memory.contexts.expire(now)
-        requests = [*self.queue, *(prefill.request for prefill in self.prefiller.pending)]
+        requests = [*self.queue, *self.prefiller.requests]
         requests += [row.request for batch in self.memory.batches for row in batch.taken.values()]
         for request in requests:
             deadline = request.options.deadline
@@ -143,7 +143,8 @@ class Scheduler:
         self._waited += time.monotonic() - waits
         rows = batch.taken.items()
         written = [(number, row.request, row.request.record(drawn, number)) for number, row in rows]
-        gone = [number for number, _, events in written if events and events[-1].finish_reason is not None]
+        # The last event says so; where a guide failed, the ticket does.
+        gone = [n for n, one, events in written if one.ticket.done or (events and events[-1].finish_reason)]
         steps = self._settings.segment
         if goes_on and not gone and self._quiet() and not any(lack > 0 for lack in batch.short_by(steps)):
             batch.step(steps, steps)
@@ -156,7 +157,7 @@ class Scheduler:
 
     def _quiet(self) -> bool:
         """Is there nothing to do but to write on with one batch? Stuck requests wait for a row to end."""
-        if self._calls_wait() or self.prefiller.current is not None or len(self.queue) != self._stuck:
+        if self._calls_wait() or self.prefiller.acts or len(self.queue) != self._stuck:
             return False
         return sum(bool(batch.taken) for batch in self.memory.batches) == 1
 
@@ -243,7 +244,7 @@ class Scheduler:
         """A snapshot; ``waiting`` requests are on their way to the queue."""
         return self.counters.snapshot(
             queued=len(self.queue) + waiting,
-            reading=len(self.prefiller.pending),
+            reading=len(self.prefiller.requests),
             running=sum(len(batch.taken) for batch in self.memory.batches),
             batches=tuple(batch.metrics() for batch in self.memory.batches),
             kv_memory=self._settings.kv_memory,

@@ -26,6 +26,7 @@ class EngineSettings:
     context: int
     chunk: int
     segment: int
+    prefill_tokens: int
     page: int | None
     share: float | None = None
     share_pages: bool = False

@@ -17,9 +17,11 @@ import numpy as np
 
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
+from kvjax.decode import RequestError
 from kvjax.engine.decoding import SampledTokens
 from kvjax.engine.metrics import Counters, held_positions
-from kvjax.engine.request import Event, Inspection, KVUsage, LearnedWeights, Request, Usage
+from kvjax.engine.prefix import Key, generated_too
+from kvjax.engine.request import Event, Guide, Inspection, KVUsage, LearnedWeights, Request, Usage
 from kvjax.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -198,6 +200,7 @@ class EngineRequest:
     learned: LearnedWeights
     stops: tuple[int, ...]  # token ids that end it
     sampling: Sampling  # of one row, on the host
+    guide: Guide | None = None  # after what it wrote so far
     context: str = ""  # the name of the held context that its prompt begins with, one of its owner's
     keep_as: str = ""  # the name under which its prompt is to be held, once read; then nothing is written
     written: list[int] = dataclasses.field(default_factory=list)  # new tokens so far
@@ -206,6 +209,7 @@ class EngineRequest:
     cached: int = 0  # tokens of the prompt that did not have to be read
     without_batch: bool = False  # is there no batch for it, and no memory for one?
     alone: bool = False  # had all idle batches to go for it?
+    apart: bool = False  # is its prompt read alone, since a program of several prompts failed?
     overtaken: int = 0  # requests that came later and were begun before it, while it had no batch
     begun: bool = False  # has its prompt ever begun to be read?
     last: float | None = None  # when its last tokens were handed out
@@ -216,6 +220,16 @@ class EngineRequest:
         return self.ticket.request
 
     @property
+    def text(self) -> Int[np.ndarray, " T"]:
+        """What is read before it is written on: its prompt, and what it wrote before it made room.
+
+        The last token is fed by the next step.
+        """
+        if not self.written:
+            return self.tokens
+        return np.concatenate([self.tokens, np.asarray(self.written[:-1], self.tokens.dtype)])
+
+    @property
     def left(self) -> int:
         """Tokens it may still write."""
         return self.options.max_new_tokens - len(self.written)
@@ -224,6 +238,11 @@ class EngineRequest:
     def shaped(self) -> bool:
         """Does it change logits before a draw (``kvjax.sampling.Shaping``)?"""
         return self.sampling.shaping is not None
+
+    @property
+    def guided(self) -> bool:
+        """Does a guide say which tokens may come?"""
+        return self.guide is not None
 
     @property
     def how(self) -> Sampling:
@@ -242,14 +261,33 @@ class EngineRequest:
         return self.learned.label, self.policy.structure, str(jax.tree.structure(self.policy))
 
     @property
-    def prefix_key(self) -> tuple[str, str]:
-        """A state that it may begin with has this: its policy, hyperparameters included, and weights."""
-        return repr(self.policy), self.learned.label
+    def prefix_key(self) -> Key:
+        """A state that it may begin with has this."""
+        return repr(self.policy), self.learned.label, self.options.owner
+
+    def reads_as(self, other: EngineRequest) -> bool:
+        """Is one reading of the prompt enough for both? Then they differ in what is written."""
+        own, others = self.options, other.options
+        return (
+            self.prefix_key == other.prefix_key
+            and not (self.keep_as or other.keep_as or self.written or other.written)
+            and self.context == other.context
+            and (self.shaped, self.guided) == (other.shaped, other.guided)
+            and (own.echo, own.logprobs is None) == (others.echo, others.logprobs is None)
+            and (own.seed == others.seed or not self.policy.whole_prompt)  # an eviction may draw
+            and np.array_equal(self.tokens, other.tokens)
+        )
 
     def restart(self) -> None:
-        """Begins again at its prompt; tokens that were handed out are not handed out again."""
+        """Begins again; tokens that were handed out are not handed out again.
+
+        What it wrote is read, where that leaves the state that writing left; else it is written again.
+        """
         self.skip = max(self.skip, len(self.written))
-        self.written = []
+        if not generated_too(self.policy):
+            self.written = []
+            if self.options.guide is not None:
+                self.guide = self.options.guide()
         self.ticket._restarted()
         self.counters.preempted += 1
 
@@ -260,7 +298,13 @@ class EngineRequest:
             if token < 0:
                 break
             self.written.append(token)
-            done = "stop" if token in self.stops else None if self.left > 0 else "length"
+            if self.guide is not None:
+                self.guide.take(token)
+                if self.guide.error:
+                    self.ticket._fail(RequestError(f"Request(guide=...): {self.guide.error}"))
+                    break
+            ended = token in self.stops or (self.guide is not None and self.guide.done)
+            done = "stop" if ended else None if self.left > 0 else "length"
             logprob = None if ranked is None else float(drawn.logprob[row, at])
             best = () if ranked is None else likeliest(drawn.best[row, at], drawn.logprobs[row, at], ranked)
             if len(self.written) > self.skip:

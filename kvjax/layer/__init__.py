@@ -18,7 +18,7 @@ from kvjax.layer._draft import draft, empty_block, verify, write
 from kvjax.layer._evict import evict, ranked, victims
 from kvjax.layer._info import LayerInfo, OfRows, arriving, observe
 from kvjax.layer._mass import accumulate_mass
-from kvjax.layer._prompt import attend_prompt, count_stored, judge, prompt, retained, store
+from kvjax.layer._prompt import attend_prompt, count_stored, judge, prompt, prompt_behind, retained, store
 from kvjax.layer._read import Loaded, Partial, Read, read_pages
 from kvjax.layer._replay import Held, hold, hold_scored, judge_held, replay, scores_of_pieces
 from kvjax.layer._rows import by_rows, stack_policies
@@ -52,6 +52,7 @@ __all__ = [
     "on_devices",
     "of_learned",
     "prompt",
+    "prompt_behind",
     "ranked",
     "read_pages",
     "replay",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.algebra import Eviction, Observation
@@ -17,7 +18,7 @@ from kvjax.layer._info import LayerInfo, arriving, major, observe
 from kvjax.layer._mass import accumulate_mass, query_weights
 from kvjax.layer._read import attend_among, merged
 from kvjax.types import EMPTY, Heads
-from pallas_kernels.blockwise.api import column_mass
+from pallas_kernels.blockwise.api import blockwise, column_mass
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -75,6 +76,42 @@ def judge(info: LayerInfo, x: Heads, pos: Int[Array, "B T"], lse: Float[Array, "
     """``prompt`` without its attention, of which only the lse is needed: for policies that hide nothing."""
     observed = observe(info, x, pos)
     return judged(info, x, observed, arriving(info, x, pos, observed), lse)
+
+
+def prompt_behind(
+    info: LayerInfo,
+    x: Heads,
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    begin: Int[Array, ""],
+    pos: Int[Array, "B T"],
+) -> tuple[Float[Array, "B I N H"], Entry]:
+    """``prompt`` where keys and values of a beginning are known, for policies that hide nothing.
+
+    Args:
+      info: which layer; ``info.total`` are the prompts' lengths.
+      x: heads of the I tokens behind the beginning.
+      k, v: keys and values of the beginning; from ``begin`` on anything.
+      begin: its tokens, at most T - I.
+      pos: positions of all tokens, EMPTY for padding.
+
+    Returns:
+      The attention output of the tokens behind it, and all tokens with ``admit`` set where they are retained.
+    """
+
+    def placed(known: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(known, major(new).astype(known.dtype), begin, axis=2)
+
+    k, v = placed(k, x.k), placed(v, x.v)
+    rows, heads, own = len(pos), x.q.shape[2], begin + jnp.arange(x.q.shape[1])[None]
+    asked = jnp.where(own < info.total[:, None], own, EMPTY)
+    partial = blockwise(major(x.q), k, v, q_pos=asked, k_pos=pos, window=info.window, softcap=x.softcap)
+    out, _ = merged((partial,), x.v.dtype, x.sinks)
+    # No part reads the queries of the beginning.
+    q = placed(jnp.zeros((rows, heads, *k.shape[2:]), x.q.dtype), x.q)
+    whole = dataclasses.replace(x, **{name: jnp.swapaxes(y, 1, 2) for name, y in zip("qkv", (q, k, v))})
+    observed = observe(info, whole, pos)
+    return out, judged(info, whole, observed, arriving(info, whole, pos, observed), None)
 
 
 def _sight(info: LayerInfo, new: Entry) -> tuple[int | None, Array | None]:

@@ -103,7 +103,7 @@ def need(case: Deployment, copies: int = 1) -> Need:
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     # A layer's input, its norm, sums and output; queries, keys and values; two of the MLP's inner width.
     width = 5 * spec.model_dim + (heads + 2 * spec.mlp_dim) // tensor
-    replay = shapes.full_cache(case) if case.policy.eviction.replays else 0
+    replay = shapes.full_cache(case) if case.policy.holds_prompt else 0
     logits = 4 * case.device_rows * spec.vocab_size
     layer = held.allocated // spec.num_layers
     return Need(

@@ -17,7 +17,8 @@ from kvjax.decode import RequestError
 from kvjax.engine import Draining, Engine, EngineDead, QueueFull, Request, TooManyStructures
 from kvjax.engine.batch import RunningBatch
 from kvjax.engine.pages import paged
-from kvjax.engine.prefill import Prefill, Prefiller
+from kvjax.engine.prefill import Prefill
+from kvjax.engine.prefiller import Prefiller
 from kvjax.engine.scheduler import Scheduler
 
 SIZES = {"max_rows": 3, "context": 96, "chunk": 16, "segment": 4, "page": tiny.PAGE}
@@ -183,6 +184,13 @@ def test_rows_are_preempted_where_memory_runs_short_and_their_text_stays(monkeyp
         pages = batch.bytes_of([1])
         held = batch.allocated - batch.bytes_of(batch.counts)
         held += 30 * pages  # of a row that is read
+    read, begin = [], Prefill.begin
+
+    def begun_with(prefill):
+        read.append((len(prefill.tokens), prefill.total))
+        begin(prefill)
+
+    monkeypatch.setattr(Prefill, "begin", begun_with)
     with Engine(tiny.model(), kv_memory=held + 40 * pages, share=0.0, **sizes) as small:
         if overtaken:
             compiled = Prefiller._compiled
@@ -197,6 +205,7 @@ def test_rows_are_preempted_where_memory_runs_short_and_their_text_stays(monkeyp
         texts = [ticket.result() for ticket in tickets]
         metrics = small.metrics()
     assert texts == expected
+    assert any(tokens > prompt for tokens, prompt in read)  # what it wrote is read, not written again
     assert metrics.preempted == sum(ticket.usage.preempted for ticket in tickets) >= 1
     assert tickets[0].usage.preempted == 0  # the oldest stays
     assert metrics.kv_allocated <= metrics.kv_memory

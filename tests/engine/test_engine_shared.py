@@ -90,3 +90,19 @@ def test_rows_that_continue_a_context_share_it():
 def test_what_evicts_while_it_writes_lends_nothing():
     assert not can_lend(kvjax.policy("knorm + uniform(24, every_step)"))
     assert all(can_lend(kvjax.policy(x)) for x in ("full", "int8(16)", "write_gate(0.5)", "gvote"))
+
+
+def test_the_texts_of_one_prompt_hold_it_once():
+    """It is read once, and each further text borrows the pages of the first."""
+    requests = [Request(prompt=BEGINNING, max_new_tokens=28, temperature=1.0, draw=at) for at in range(MANY)]
+    with Engine(tiny.model(), share_pages=False, **SIZES) as engine:
+        plain = [ticket.result() for ticket in engine.submit_all(requests)]
+    with Engine(tiny.model(), share_pages=True, **SIZES) as engine:
+        for _ in range(2):  # the second time programs are there
+            engine._scheduler.memory.prefixes.__init__(0)
+            tickets = engine.submit_all(requests)
+            seen = [shared_pages(engine) for _ in tickets[-1]]
+        assert [ticket.result() for ticket in engine.submit_all(requests)] == plain
+        assert engine.metrics().batches[0].pages_used == 0
+    full = (len(BEGINNING) - 64) // tiny.PAGE * tiny.model().network.num_kv_heads
+    assert np.all(np.max(seen, axis=0) == (MANY - 1) * full)

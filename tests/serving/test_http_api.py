@@ -402,7 +402,8 @@ HI = {"messages": [{"role": "user", "content": "x"}]}
         (CHAT, {"messages": [{"role": "user"}]}, 422, "messages"),
         (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 422, "messages"),
         (CHAT, HI | {"top_logprobs": 2}, 400, "top_logprobs"),
-        (CHAT, HI | {"tools": [{"type": "function"}]}, 422, "tools"),
+        (CHAT, HI | {"tools": [{"type": "function"}]}, 422, "tools.0.function"),
+        (CHAT, HI | {"tools": [{"type": "function", "function": {"name": "x"}}]}, 400, "tools"),
         (CHAT, HI | {"max_tokens": 0}, 422, "max_tokens"),
         ("/tokenize", {}, 400, "prompt"),
         ("/detokenize", {"tokens": [260]}, 400, "tokens"),
@@ -488,21 +489,19 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tools": [{"type": "function"}]}, "tools: not supported; leave it out."),
         ({"functions": [{}]}, "functions: not supported; leave it out."),
-        ({"tool_choice": "required"}, "tool_choice: 'required' is not supported; send 'none'."),
         ({"store": True}, "store: not supported; leave it out."),
         (
-            {"response_format": {"type": "json_object"}},
-            "response_format.type: 'json_object' is not supported; send 'text'.",
+            {"response_format": {"type": "json_schema"}},
+            "response_format: json_schema comes with type 'json_schema' and no other.",
         ),
         (
             {"messages": [{"role": "user", "content": [IMAGE]}]},
             "messages.0.content.0.type: 'image_url' is not supported; send 'text'.",
         ),
         (
-            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
-            "messages.0.tool_calls: not supported; leave it out.",
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"type": "code"}]}]},
+            "messages.0.tool_calls.0.type: 'code' is not supported; send 'function'.",
         ),
         (
             {"messages": [{"role": "user", "content": None}]},

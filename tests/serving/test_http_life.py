@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_client import httpx, running, stopped, until
+from serving_client import Running, httpx, running, stopped, until
 
 from kvjax.engine import Request
-from kvjax.serve.http import command
+from kvjax.serve.http import command, streaming
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "Hello", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
@@ -323,3 +323,41 @@ def test_answers_are_not_delayed():
     """Asyncio sets TCP_NODELAY on connections of a socket that is declared as TCP, and on no other."""
     with command.listening_socket("127.0.0.1", 0) as sock:
         assert sock.proto == socket.IPPROTO_TCP
+
+
+# --- warm, and kept alive ------------------------------------------------------------------------
+
+
+def test_ready_means_warm(tiny_folder):
+    """What --warm-up names is compiled when the server is ready, for prompts of any width."""
+    policy = "window(16)"
+    with running(tiny_folder, "--warm-up", policy, "--chunk", "32") as server:
+        ready = [line for line in server.lines() if line["event"] == "ready"]
+        assert len(ready) == 1
+        made = len(compiled(server))
+        for words in (5, 31, 90):
+            assert server.complete("x" * words, kv_policy=policy, max_tokens=3)
+        assert len(compiled(server)) == made
+        assert httpx.get(server.url + "/readyz").status_code == 200
+        server.service.warm = False
+        assert httpx.get(server.url + "/readyz").status_code == 503
+        server.service.warm = True
+
+
+def compiled(server: Running) -> list[Any]:
+    """Names of the programs that the engine holds for reading prompts."""
+    memory = server.service.engine._scheduler.memory
+    return [key for structure in memory.structures for key in (*structure.chunk.made, *structure.make.made)]
+
+
+def test_an_idle_stream_is_kept_open(tiny_folder, monkeypatch):
+    monkeypatch.setattr(streaming, "KEEP_ALIVE", 0.2)
+    with running(tiny_folder) as server, stopped(server.service.engine) as goes_on:
+        with server.ask.stream("POST", TEXT, json={"prompt": "x", "max_tokens": 3, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            first = next(line for line in lines if line)
+            goes_on.set()
+            rest = [line for line in lines if line and not line.startswith(":")]
+        assert first.startswith(":")
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"]

@@ -43,9 +43,14 @@ def size(text: str) -> int:
     return int(match[1]) * UNITS[match[2]]
 
 
+def _some(text: str) -> list[str]:
+    """An argparse type: policies between semicolons, since their arguments have commas."""
+    return [word.strip() for word in text.split(";") if word.strip()]
+
+
 def _specs(text: str) -> list[str] | None:
-    """An argparse type: policies between semicolons, since their arguments have commas; None for all."""
-    specs = [word.strip() for word in text.split(";") if word.strip()]
+    """An argparse type: policies between semicolons; None for all."""
+    specs = _some(text)
     return None if specs == ["all"] else specs
 
 
@@ -87,6 +92,14 @@ class Options:
     )
     without_key: bool = option(False, "listen on other addresses than this machine's without a key")
 
+    warm_up: tuple[str | Policy, ...] = option(
+        (),
+        "policies that are compiled before the server is ready, for prompts of one token to a few chunks; "
+        "--policy always is, for a short prompt",
+        "'P; Q'",
+        type=_some,
+    )
+
     root_path: str = option("", "the path under which a proxy serves this, as /llm", "PATH", type=_ROOT)
     cors: tuple[str, ...] = option(
         (), "origins whose pages may ask, as 'https://a.example'; '*' for all", "'O; O'", type=_origins
@@ -100,7 +113,12 @@ class Options:
     max_rows: int = option(16, "texts of one policy structure that run at once")
     max_lanes: int = option(8, "running batches, one for each policy structure")
     queue: int = option(64, "texts that wait, each of the n of a request; more are answered 429")
-    chunk: int = option(256, "prompt tokens read at a time: the longest pause of running texts")
+    chunk: int = option(256, "prompt tokens of a text that are read at a time")
+    prefill_tokens: int | None = option(
+        None,
+        "prompt tokens read between two decodes, of one text or several in one program: the longest pause of "
+        "running texts (default: --chunk)",
+    )
     segment: int = option(
         8, "decode steps between two looks of the host: a text that is left ends within so many"
     )
@@ -193,6 +211,7 @@ def parse(argv: Sequence[str]) -> Options:
     changes: dict[str, Any] = {"policy": _policy(options.policy), "weights": options.weights or {}}
     if options.allow_policies is not None:
         changes["allow_policies"] = tuple(map(_policy, options.allow_policies))
+    changes["warm_up"] = tuple(map(_policy, options.warm_up))
     options = dataclasses.replace(options, **changes)
     return options if isinstance(options.policy, str) else settled(options, options.policy)
 

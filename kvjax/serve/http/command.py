@@ -137,6 +137,7 @@ def open_service(options: Options, log: Log) -> Service:
         queue=options.queue,
         chunk=options.chunk,
         segment=options.segment,
+        prefill_tokens=options.prefill_tokens,
         share=options.share,
         share_pages=options.share_pages,
         new_structures=client_limit(options, "structures", NEW_STRUCTURES),
@@ -290,12 +291,18 @@ def _announce(service: Service, sock: socket.socket) -> None:
 
 
 def _warm_up(service: Service) -> None:
-    """Compiles the default policy's programs before the first request needs them."""
+    """Compiles programs before the first request needs them: the default policy's, and those of --warm-up."""
+    engine = service.engine
     try:
-        seconds = service.engine.warm_up()
-        service.log("ready", seconds=round(seconds, 2))
+        begun = time.monotonic()
+        for spec in service.options.warm_up:
+            engine.warm_up(service.policies.policy(spec), prompts=engine.usual_prompts())
+        engine.warm_up()
+        service.log("ready", seconds=round(time.monotonic() - begun, 2))
     except Exception as error:  # /health and every request report it
         service.log.fault("not_warm", error)
+    finally:
+        service.warm = True
 
 
 def _drain(service: Service) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from kvjax.serve.http.detokenizer import TextDelta, TokenLogprobs, TokenText
 from kvjax.serve.http.schemas import EVENT_STREAM, ChatBody, ChatReply, CompletionBody, CompletionReply
 from kvjax.serve.http.service import JsonRoute, service_of
 from kvjax.serve.http.streaming import respond
+from kvjax.serve.tools import Call
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -86,17 +89,26 @@ class ChatFormat:
 
     def __init__(self, token_text: TokenText, logprobs: bool) -> None:
         self._token_text, self._wants_logprobs = token_text, logprobs
+        self._called: collections.Counter[int] = collections.Counter()  # calls so far, by text
 
     def opening(self, index: int) -> dict[str, Any]:
         return self._choice(index, TextDelta(""), "delta", {"role": "assistant", "content": ""}, None)
 
     def delta(self, index: int, delta: TextDelta) -> dict[str, Any]:
-        content = {"content": delta.text} if delta.text or not delta.finish else {}
+        content: dict[str, Any] = {"content": delta.text} if delta.text or not delta.finish else {}
+        if delta.calls:
+            first = self._called[index]
+            self._called[index] += len(delta.calls)
+            calls = [{"index": at} | _call(call) for at, call in enumerate(delta.calls, first)]
+            content = ({"content": delta.text} if delta.text else {}) | {"tool_calls": calls}
         logprobs = self._logprobs(delta.tokens) if delta.tokens else None
         return self._choice(index, delta, "delta", content, logprobs)
 
     def choice(self, index: int, text: TextDelta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
+        if text.calls:
+            calls = [_call(call) for call in text.calls]
+            message |= {"content": text.text.strip() and text.text or None, "tool_calls": calls}
         return self._choice(index, text, "message", message, self._logprobs(text.tokens))
 
     @staticmethod
@@ -128,6 +140,11 @@ class ChatFormat:
             "logprob": value,
             "bytes": list(self._token_text.bytes(token)),
         }
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def _finite(value: float) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvjax.engine import Event
 from kvjax.serve.http.errors import ApiError
+from kvjax.serve.tools import Call, CallForm, CallReader
 from kvjax.text import Text
 
 
@@ -36,14 +37,16 @@ class TextDelta:
     Attributes:
       text: characters that later tokens cannot change.
       tokens: those that came with it, if log-probabilities were asked for.
-      finish: "stop" or "length" in the last delta.
+      finish: "stop", "length" or "tool_calls" in the last delta.
       stop_reason: the stop string or token id that ended the text, "deadline", or None.
+      calls: of tools, that are complete with this delta.
     """
 
     text: str
     tokens: tuple[TokenLogprobs, ...] = ()
     finish: str | None = None
     stop_reason: int | str | None = None
+    calls: tuple[Call, ...] = ()
 
 
 class Detokenizer:
@@ -124,11 +127,27 @@ class Detokenizer:
         self.finish = "stop" if stop_reason is not None or event.finish_reason == "stop" else "length"
         if stop_reason is None:
             text += self._stops.finish()
-            if self.finish == "stop" and event.token not in self._eos:
+            if self.finish == "stop" and event.token in self._end_tokens - self._eos:
                 stop_reason = event.token
             elif event.finish_reason == "deadline":
                 stop_reason = "deadline"
         return TextDelta(text, tokens, self.finish, stop_reason)
+
+
+class CallsInText:
+    """Takes calls of tools out of the deltas of one text."""
+
+    def __init__(self, form: CallForm) -> None:
+        self._reader = CallReader(form)
+
+    def step(self, delta: TextDelta) -> TextDelta:
+        """The delta without what is part of a call, or may be, and with the calls that are complete."""
+        text, calls = self._reader.feed(delta.text)
+        if delta.finish is None:
+            return dataclasses.replace(delta, text=text, calls=calls)
+        rest, last = self._reader.finish()
+        finish = "tool_calls" if self._reader.calls and delta.finish == "stop" else delta.finish
+        return dataclasses.replace(delta, text=text + rest, calls=calls + last, finish=finish)
 
 
 class StopStrings:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvjax import decode
-from kvjax.engine import Request
+from kvjax.engine import Guide, Request
+from kvjax.grammar import GrammarError, Kind
 from kvjax.serve.http.errors import bad_request
-from kvjax.serve.http.schemas import ChatBody, CompletionBody, Message, TextOptions
+from kvjax.serve.http.schemas import ChatBody, CompletionBody, Message, NamedTool, TextOptions
 from kvjax.serve.http.service import Service
+from kvjax.serve.tools import CallForm, call_form
 
 DEFAULT_TOKENS = 16  # new tokens of a completion that names no number, as in OpenAI's protocol
 LONGEST_STOP = 1024  # characters of a stop string
@@ -27,6 +29,7 @@ class Generation:
       continues: texts continue their prompts, instead of answering them.
       stops: strings that end a text.
       layers: ``usage.kv`` lists slots by layer and head.
+      calls: how calls are written that are read out of the texts; None where none are.
     """
 
     requests: list[Request]
@@ -34,6 +37,7 @@ class Generation:
     continues: bool
     stops: tuple[str, ...]
     layers: bool
+    calls: CallForm | None = None
 
 
 def of_completion(service: Service, body: CompletionBody, owner: str = "") -> Generation:
@@ -77,7 +81,8 @@ def of_chat(service: Service, body: ChatBody, owner: str = "") -> Generation:
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs", "top_logprobs needs logprobs=true. Set it, or drop top_logprobs.")
     _check_choices(service, 1, body.n or 1)
-    ids, bos = encode_chat(service, body.messages), service.model.text.bos
+    form, offered = _tools(service, body)
+    ids, bos = encode_chat(service, body.messages, offered), service.model.text.bos
     if body.context is not None and bos is not None and ids[:1] == [bos]:
         ids = ids[1:]  # BOS stands at the beginning of the context
     max_tokens = body.max_completion_tokens or body.max_tokens
@@ -85,7 +90,61 @@ def of_chat(service: Service, body: ChatBody, owner: str = "") -> Generation:
         held = 0 if body.context is None else service.engine.contexts.get(body.context, owner).tokens
         max_tokens = max(1, service.engine.context - len(ids) - held)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _generation(service, body, owner, [ids], None, max_tokens, logprobs=logprobs, continues=False)
+    guide = None
+    if form is not None and (isinstance(body.tool_choice, NamedTool) or body.tool_choice == "required"):
+        if body.response_format is not None or body.structured_outputs is not None:
+            raise bad_request("tool_choice", "A call that must come leaves no other form. Drop one of them.")
+        calls = form.grammar([tool["function"] for tool in offered])
+        guide = _guide(service, "tool_choice", "grammar", calls)
+    asked = _generation(
+        service, body, owner, [ids], None, max_tokens, logprobs=logprobs, continues=False, guide=guide
+    )
+    return dataclasses.replace(asked, calls=form)
+
+
+def _tools(service: Service, body: ChatBody) -> tuple[CallForm | None, list[dict[str, Any]]]:
+    """How the model writes calls, and the functions that it may call; (None, []) where it may call none.
+
+    Raises:
+      ApiError: the chat template shows no tools, or there is no function of that name.
+    """
+    choice, tools = body.tool_choice, body.tools or []
+    if not tools and choice not in (None, "none", "auto"):
+        raise bad_request("tool_choice", "There are no tools to choose from. Give tools.")
+    if not tools or choice == "none":
+        return None, []
+    form = call_form(service.model.text.tool_template)
+    if form is None:
+        message = "The chat template of this model shows no tools. Leave them out, or serve another model."
+        raise bad_request("tools", message)
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not tools:
+            message = f"There is no tool {choice.function.name!r}. Name one of tools."
+            raise bad_request("tool_choice", message)
+    return form, [tool.model_dump(exclude_none=True) for tool in tools]
+
+
+def _guide(service: Service, param: str, kind: Kind, value: Any) -> Callable[[], Guide]:
+    """Makes guides for a grammar. Raises ApiError if it is malformed."""
+    try:
+        return service.grammars.guide(kind, value)
+    except GrammarError as error:
+        raise bad_request(param, f"{str(error).rstrip('.')}.") from error
+
+
+def _grammar(service: Service, body: TextOptions) -> Callable[[], Guide] | None:
+    """What the answer has to be; None: anything. Raises ApiError if that is malformed."""
+    form, outputs = body.response_format, body.structured_outputs
+    if form is not None and form.type != "text" and outputs is not None:
+        raise bad_request("structured_outputs", "response_format says what the answer is. Drop one of them.")
+    if outputs is not None:
+        ((kind, value),) = outputs.named
+        return _guide(service, f"structured_outputs.{kind}", kind, value)
+    if form is None or form.type == "text":
+        return None
+    schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+    return _guide(service, "response_format", "json", schema)
 
 
 def _generation(
@@ -98,8 +157,12 @@ def _generation(
     *,
     logprobs: int | None,
     continues: bool,
+    guide: Callable[[], Guide] | None = None,
 ) -> Generation:
     service.check_model(body.model)
+    guide = guide or _grammar(service, body)
+    if guide is not None and body.min_tokens:
+        raise bad_request("min_tokens", "A grammar says where the answer ends. Drop min_tokens.")
     options, n = service.options, body.n or 1
     context = None if body.context is None else service.engine.contexts.get(body.context, owner)
     for prompt in prompts:
@@ -150,6 +213,7 @@ def _generation(
             context=body.context,
             owner=owner,
             inspect=bool(body.kv_watch),
+            guide=guide,
         )
         for prompt in prompts
         for draw in range(n)
@@ -196,15 +260,18 @@ def _check_length(service: Service, prompt: int, max_tokens: int) -> None:
 # --- prompts -------------------------------------------------------------------------------------
 
 
-def encode_chat(service: Service, messages: Sequence[Message]) -> list[int]:
+def encode_chat(
+    service: Service, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
+) -> list[int]:
     """Token ids of a conversation, ready for the answer.
 
     Raises:
       ApiError: it is far too long, or the chat template refuses it.
     """
-    _check_characters(service, "messages", sum(len(x.for_template["content"]) for x in messages))
     try:
-        return service.model.text.chat([message.for_template for message in messages])
+        shown = [message.for_template for message in messages]
+        _check_characters(service, "messages", sum(len(message["content"]) for message in shown))
+        return service.model.text.chat(shown, tools=tools or None)
     except ValueError as error:
         raise bad_request("messages", f"{str(error).rstrip('.')}.") from error
 

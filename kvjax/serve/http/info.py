@@ -65,7 +65,7 @@ async def policies(request: Request) -> dict[str, Any]:
 async def health(request: Request) -> schemas.HealthReply:
     """200 if requests are answered; 503 while loading or draining, and if the engine is dead."""
     service = service_of(request)
-    state = "draining" if service.draining else service.engine.health
+    state = service.health
     if state == "ready":
         return schemas.HealthReply(status="ok")
     raise ApiError(503, NOT_READY[state], code="engine_dead" if state == "dead" else state)

@@ -13,6 +13,7 @@ anything else costs no more than reading it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
@@ -50,7 +51,14 @@ def _only(*values: Any) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-TEXT, TEXTS, IDS, IDS_LISTS, PARTS = KINDS = ("[text]", "[texts]", "[ids]", "[lists of ids]", "[parts]")
+TEXT, TEXTS, IDS, IDS_LISTS, PARTS, NAMED = KINDS = (
+    "[text]",
+    "[texts]",
+    "[ids]",
+    "[lists of ids]",
+    "[parts]",
+    "[named]",
+)
 """Of values of several kinds; pydantic puts them into the places of faults."""
 
 
@@ -123,6 +131,53 @@ Stop = Annotated[
 ]
 
 
+class JsonSchema(Body):
+    name: Annotated[str, Field(max_length=64)] | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(default=None, description="always true: answers keep to the schema")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("missing", "json_schema comes with type 'json_schema' and no other")
+        return self
+
+
+class StructuredOutputs(Body):
+    """What an answer has to be, as vLLM takes it; one of them."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json", description="a JSON schema")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
+    grammar: str | None = Field(default=None, description="in Lark's form, as llguidance reads it")
+
+    @property
+    def named(self) -> list[tuple[Literal["json", "regex", "choice", "grammar"], Any]]:
+        """Those that are there, by kind."""
+        return [
+            (kind, value)
+            for kind, value in (
+                ("json", self.json_),
+                ("regex", self.regex),
+                ("choice", self.choice),
+                ("grammar", self.grammar),
+            )
+            if value is not None
+        ]
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if len(self.named) != 1:
+            raise PydanticCustomError("missing", "give one of json, regex, choice and grammar")
+        return self
+
+
 class TextOptions(KVOptions):
     """What completions and chats share."""
 
@@ -144,6 +199,8 @@ class TextOptions(KVOptions):
     )
     seed: Annotated[Int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Count | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
@@ -199,6 +256,41 @@ Content = Annotated[
 ]
 
 
+class CalledFunction(Body):
+    name: str
+    arguments: str = Field(description="a JSON object")
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Annotated[str, _only("function")] = "function"
+    function: CalledFunction
+
+
+class Function(Body):
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema")
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Annotated[str, _only("function")]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Annotated[str, _only("function")]
+    function: NamedFunction
+
+
+Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
+
+
 class Message(Body):
     """One message of a conversation; an answer of this server can be sent back as it came."""
 
@@ -208,7 +300,7 @@ class Message(Body):
     refusal: Nothing = None
     audio: Nothing = None
     function_call: Nothing = None
-    tool_calls: NoList | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     annotations: NoList | None = None
 
@@ -219,19 +311,44 @@ class Message(Body):
         return self
 
     @property
-    def for_template(self) -> dict[str, str]:
-        """Role and content as chat templates take them."""
+    def for_template(self) -> dict[str, Any]:
+        """Role, content and calls as chat templates take them.
+
+        Raises:
+          ValueError: the arguments of a call are no JSON.
+        """
         role = "system" if self.role == "developer" else self.role
         parts = self.content or ""
         content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": role, "content": content}
+        message: dict[str, Any] = {"role": role, "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id or "",
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": json.loads(call.function.arguments),
+                    },
+                }
+                for call in self.tool_calls
+            ]
+        if self.role == "tool":
+            message |= {"name": self.name or "", "tool_call_id": self.tool_call_id or ""}
+        return message
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
-class ResponseFormat(Body):
-    type: Annotated[str, _only("text")]
+def _choice_kind(value: Any) -> str | None:
+    return TEXT if isinstance(value, str) else NAMED if isinstance(value, dict) else None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[NamedTool, Tag(NAMED)],
+    _by(_choice_kind, "Give none, auto, required, or a function"),
+]
 
 
 class ChatBody(TextOptions):
@@ -240,11 +357,12 @@ class ChatBody(TextOptions):
     max_completion_tokens: Annotated[Count, Field(lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: NoList | None = None
+    tools: Tools | None = Field(default=None, description="functions that the model may call")
     functions: NoList | None = None
-    tool_choice: Annotated[str, _only("none", "auto")] | None = None
-    parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
+    tool_choice: ToolChoice | None = Field(
+        default=None, description='"none", "auto" (the default), "required", or a function by name'
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="ignored: the model decides")
     modalities: Annotated[list[str], _only(["text"])] | None = None
 
 
@@ -365,9 +483,21 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class FunctionReply(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCallReply(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: FunctionReply
+
+
 class MessageReply(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    tool_calls: list[ToolCallReply] | None = None
     refusal: None = None
 
 
@@ -375,7 +505,7 @@ class ChatChoice(BaseModel):
     index: int
     message: MessageReply
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
 
 

@@ -20,6 +20,7 @@ from pydantic_core import from_json
 from kvjax import catalogue
 from kvjax.algebra import Policy
 from kvjax.engine import MOST_BIASES, Contexts, Engine, Ticket
+from kvjax.grammar import Grammars
 from kvjax.loading import LanguageModel
 from kvjax.serve.http.detokenizer import TokenText
 from kvjax.serve.http.errors import ApiError, bad_request, too_many
@@ -53,6 +54,7 @@ class Service:
       saved_contexts: the copy of held contexts on disk.
       started: seconds since 1970.
       draining: nothing new is taken; running requests may end.
+      warm: what --warm-up names is compiled, or failed.
       watched: requests that asked for ``kv_watch``, by id.
       noted_fields: fields of bodies that were ignored.
       responses: how many there were, by method, route and status.
@@ -69,11 +71,25 @@ class Service:
     saved_contexts: SavedContexts
     started: int = dataclasses.field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    warm: bool = False
     watched: dict[str, list[Ticket]] = dataclasses.field(default_factory=dict)
     noted_fields: set[str] = dataclasses.field(default_factory=set)
     responses: collections.Counter[tuple[str, str, str]] = dataclasses.field(
         default_factory=collections.Counter
     )
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """Of answers, for the model's vocabulary."""
+        return Grammars(self.model.text, self.model.params["embed"].shape[0])
+
+    @property
+    def health(self) -> str:
+        """Of the engine, but "draining" and "loading" as the server sees it."""
+        if self.draining:
+            return "draining"
+        loading = self.engine.health == "ready" and self.options.warm_up and not self.warm
+        return "loading" if loading else self.engine.health
 
     @property
     def max_body(self) -> int:

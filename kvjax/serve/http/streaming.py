@@ -7,7 +7,7 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvjax.engine import Event, Ticket
-from kvjax.serve.http.detokenizer import Detokenizer, TextDelta
+from kvjax.serve.http.detokenizer import CallsInText, Detokenizer, TextDelta
 from kvjax.serve.http.errors import CLIENT_LEFT, ApiError, as_api_error, too_late
 from kvjax.serve.http.fields import check_fields
 from kvjax.serve.http.generation import Generation
@@ -24,6 +24,8 @@ from kvjax.serve.http.schemas import StreamOptions, TextOptions
 from kvjax.serve.http.service import Service
 
 T = TypeVar("T")
+
+KEEP_ALIVE = 10.0  # seconds of a stream without an event after which a comment keeps its connection open
 Options = TypeVar("Options", bound=TextOptions)
 
 
@@ -107,6 +109,29 @@ async def unless_client_leaves(request: Request, answer: Coroutine[Any, Any, T])
         left.cancel()
 
 
+async def with_pauses(elements: AsyncGenerator[T, None], seconds: float) -> AsyncIterator[T | None]:
+    """The elements, and None whenever there was none for so many seconds."""
+    coming: asyncio.Task[T] | None = None
+    try:
+        while True:
+            coming = coming or asyncio.create_task(anext(elements))  # type: ignore[arg-type]
+            await asyncio.wait({coming}, timeout=seconds)
+            if not coming.done():
+                yield None
+                continue
+            task, coming = coming, None
+            try:
+                element = task.result()
+            except StopAsyncIteration:
+                return
+            yield element
+    finally:
+        if coming is not None:
+            coming.cancel()
+            await asyncio.wait({coming})
+        await elements.aclose()
+
+
 class EventStream(StreamingResponse):
     """Server-sent events; calls ``end`` however the response ends, even before it began."""
 
@@ -139,8 +164,12 @@ async def _events(
         for index in range(len(completion.tickets)):
             if opening := form.opening(index):
                 yield chunk([opening], usage_always)
-        async for index, delta in completion.deltas():
-            if delta.text or delta.tokens or delta.finish:
+        async for event in with_pauses(completion.deltas(), KEEP_ALIVE):
+            if event is None:
+                yield b": still at work\n\n"
+                continue
+            index, delta = event
+            if delta.text or delta.tokens or delta.calls or delta.finish:
                 yield chunk([form.delta(index, delta)], usage_always)
         if options.include_usage:
             yield chunk([], True)
@@ -197,6 +226,8 @@ class RunningCompletion:
             )
             for request, echo in zip(requests, generation.echoes)
         ]
+        form = generation.calls
+        self._calls = [None if form is None else CallsInText(form) for _ in requests]
         again = sum(ticket.replayed_tokens for ticket in self.tickets)
         service.clients.count_tokens(client, self.usage()["prompt_tokens"] + again)
 
@@ -206,7 +237,7 @@ class RunningCompletion:
             if not ticket.done:
                 ticket.cancel()
 
-    async def deltas(self) -> AsyncIterator[tuple[int, TextDelta]]:
+    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """(index of a text, what was added to it), until all are complete. Raises ApiError if one fails."""
         events: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
 
@@ -235,7 +266,8 @@ class RunningCompletion:
                 delta = detokenizer.step(event)
                 if detokenizer.done and event.finish_reason is None:
                     self.tickets[index].cancel()
-                yield index, delta
+                calls = self._calls[index]
+                yield index, delta if calls is None else calls.step(delta)
         finally:
             for task in tasks:
                 task.cancel()
@@ -252,6 +284,7 @@ class RunningCompletion:
                 tokens=tuple(token for delta in parts for token in delta.tokens),
                 finish=parts[-1].finish,
                 stop_reason=parts[-1].stop_reason,
+                calls=tuple(call for delta in parts for call in delta.calls),
             )
             for parts in deltas
         ]
