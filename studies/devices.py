@@ -64,7 +64,7 @@ HEAD = """\
 
 {count} device{s} of {memory:.2f} GiB{remark}, {bandwidth:,.0f} GB/s, {flops:,.0f} TFLOP/s (the maker's page).
 Found in: {where}. On paper: added up from shapes, with half of these speeds; nothing was compiled or run.
-Made by
+{sent}Made by
 
     python -m studies.devices --out results/plan/devices
 
@@ -179,7 +179,16 @@ def page(name: str) -> str:
     lines += ["|---|---|---|---|---|---|---|"]
     for model, one in found:
         if one is None:
-            lines.append(f"| {HUB[model]} | does not fit | | | | | |")
+            alone = sizes.deployment(
+                published.spec(model),
+                "full",
+                rows=1,
+                context=PROMPT,
+                dtype=machine.dtype,
+                devices=machine.count,
+            )
+            why = f"{machine.count} devices do not divide its heads" if alone is None else "does not fit"
+            lines.append(f"| {HUB[model]} | {why} | | | | | |")
             continue
         lines.append(
             f"| {HUB[model]} | {one.weight_dtype or machine.dtype} | {one.weights / GIB:.2f} | {one.rows} "
@@ -194,6 +203,7 @@ def page(name: str) -> str:
         bandwidth=chip.bandwidth / 1e9,
         flops=chip.flops / 1e12,
         where=machine.where,
+        sent="What devices send each other is not counted. " if machine.count > 1 else "",
         dtype=machine.dtype,
         prompt=PROMPT,
         rows=ROWS,
@@ -215,7 +225,14 @@ def index() -> str:
     """The page that names the others."""
     lines = [f"* [{machine.title}]({name}.md): {machine.where}" for name, machine in MACHINES.items()]
     return "\n".join(
-        ["# Which model fits which device", "", (__doc__ or "").split("\n\n")[1], "", *lines, ""]
+        [
+            "# Which model fits which device",
+            "",
+            (__doc__ or "").split("\n\n")[1].replace("``", "`"),
+            "",
+            *lines,
+            "",
+        ]
     )
 
 
