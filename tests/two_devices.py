@@ -21,6 +21,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 import kvjax  # noqa: E402
+from kvjax import metrics  # noqa: E402
 from kvjax.weights import fingerprint  # noqa: E402
 
 LENGTHS, NEW = (45, 30), 8
@@ -38,7 +39,9 @@ def main(folder: str, policy: str, weight_dtype: str | None = None) -> None:
         ).tolist()
         for name, (model, mesh) in lives.items()
     }
-    logits = [np.asarray(kvjax.prefill(model, policy, prompts, context=64)[1]) for model in (one, two)]
+    read = [kvjax.prefill(model, policy, prompts, context=64) for model in (one, two)]
+    logits = [np.asarray(last) for _, last in read]
+    held = [np.asarray(metrics.present(state)) for state, _ in read]
     shapes = {
         jax.tree_util.keystr(path): [leaf.shape, leaf.sharding.shard_shape(leaf.shape)]
         for path, leaf in jax.tree_util.tree_leaves_with_path(two.params["layers"][0])
@@ -49,6 +52,8 @@ def main(folder: str, policy: str, weight_dtype: str | None = None) -> None:
                 "said": said,
                 "fingerprints": [fingerprint(one), fingerprint(two)],
                 "apart": float(np.abs(logits[0] - logits[1]).max()),
+                "held": [int(x.sum()) for x in held],
+                "held_apart": int((held[0] != held[1]).sum()),
                 "shapes": shapes,
             }
         )

@@ -118,6 +118,8 @@ def on_devices(
             absent = dict.fromkeys(("q", "k", "v", "q_pre", "k_pre", "hidden"))
             present: dict[str, Any] = absent | part["arrays"]
             own_model = {name: part[name] for name in ("project", "wo", "sinks")}
+            if hasattr(own_model["project"], "among"):
+                own_model["project"] = own_model["project"].among(heads)
             tokens = Heads(**present, softcap=x.softcap, rotate=x.rotate, **own_model)
         return run(own, tokens, part["carry"], *part["rows"])
 

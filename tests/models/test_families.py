@@ -103,7 +103,7 @@ def test_the_module_draws_every_leaf(name, golden_folder):
     assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, model.params)
     assert np.isfinite(logits_of(model.spec, drawn, jnp.arange(6)[None])).all()
     gain = 0.0 if model.spec.norm == "rms_plus_one" else 1.0
-    assert (drawn["layers"][0]["attn_norm"] == gain).all()
+    assert (drawn["final_norm"] == gain).all()
 
 
 @pytest.mark.parametrize(
