@@ -16,7 +16,7 @@ Params, a dict (any dtype; shapes in the letters of ``kvjax.types``; in brackets
     router [E, D]   experts_gate, experts_up [E, F, D]   experts_down [E, D, F]
     (router_bias [E]   experts_gate_bias, experts_up_bias [E, F]   experts_down_bias [E, D])
 
-Matrices may be ``Quantised``, but not those of experts.
+Matrices may be ``Quantised``; norms, biases, routers and positions never are.
 """
 
 from __future__ import annotations
