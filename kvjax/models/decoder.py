@@ -221,7 +221,7 @@ def project(
     rope = spec.rope_of(index)
     to_position = None if rope is None else functools.partial(rotate, rope=rope)
     turned = (q, k) if to_position is None else (to_position(q, positions), to_position(k, positions))
-    of_queries = {name: p[name] for name in ("wq", "bq", "q_norm", "q_joint_norm") if name in p}
+    of_queries: Params = {name: p[name] for name in ("wq", "bq", "q_norm", "q_joint_norm") if name in p}
     return Heads(
         q=turned[0],
         k=turned[1],
