@@ -254,7 +254,7 @@ def test_a_spec_is_the_same_in_any_context_but_for_longrope(golden_folder):
 
 
 def test_longrope_s_frequencies_are_rounded_as_torch_s():
-    """``1.0 / (factors * theta**exponents)`` of torch 2.13, bit for bit; rounded once, four of them differ."""
+    """``1.0 / (factors * theta**exponents)`` of torch 2.13; rounded once, four of them differ."""
     short, long = tuple(1 + 0.1 * i for i in range(6)), tuple(1.5 + 1.5 * i for i in range(6))
     scaling = LongRope(short=short, long=long, original_max_position_embeddings=64, attention_factor=1.0)
     rope = Rope(theta=1e4, scaling=scaling, fraction=0.75)
