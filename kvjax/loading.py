@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from kvjax.sharding import mesh as meshes
 from kvjax.sharding.consistency import check_consistent
@@ -190,7 +191,8 @@ def load(
         file as bfloat16, the embedded ones as float32.
       tokenizer: of a Flax module: a folder with tokenizer.json, or a ``kvjax.text.Text``.
       mesh: devices to shard the weights over ("data=2,tensor=4", ``kvjax.mesh``); caches of the model live
-        there too. One device by default.
+        there too. One device by default. Of a module of your own every device has all weights, but for arrays
+        that lie on this mesh already: they stay as they are cut.
       heads: [L, K], an order of each layer's KV heads, for a mesh whose devices would otherwise hold unequal
         shares (``kvjax.metrics.balanced``). The model computes the same; learned weights are reordered with
         it.
@@ -309,7 +311,9 @@ def _load_module(
         params = jax.tree.map(lambda x: x.astype(dtype) if floating(x) and x.dtype != dtype else x, params)
     if spec is None:
         if mesh != meshes.ONE:
-            params = mesh.put(params, mesh.of_model(network, params))
+            mesh.check(f"load({name}(...))", heads=network.num_heads, kv_heads=network.num_kv_heads)
+            there = lambda x: isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh.grid  # noqa: E731
+            params = jax.tree.map(lambda x: x if there(x) else mesh.put(x), params)
         return OwnModel(name=name, network=network, params=params, tokenizer=_read_text(tokenizer))
     leaves = jax.tree.leaves(params)
     copied, whole = sum(x.nbytes for x in leaves if id(x) not in shared), sum(x.nbytes for x in leaves)

@@ -40,7 +40,11 @@ Rotate = Callable[["Float[Array, 'B T N H']", "Int[Array, 'B T']"], "Float[Array
 """A model's RoPE; linear in its first argument."""
 
 Project = Callable[["Float[Array, 'B T D']"], "Float[Array, 'B T N H']"]
-"""A layer's map from the input of attention to queries before RoPE, with bias, q-norm and gain; a pytree."""
+"""A layer's map from the input of attention to queries before RoPE, with bias, q-norm and gain.
+
+On a mesh one that has a method ``among`` is a pytree that is cut by head; of any other every device computes
+all heads, and takes its own.
+"""
 
 C = TypeVar("C")
 

@@ -7,8 +7,8 @@ The library and its tests never need torch; this script does, in an environment 
     gold/bin/python tests/make_golden.py gemma2 gpt2     # these alone
     gold/bin/python tests/make_golden.py embedded  # after every change of kvjax/assets
 
-Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0 (qwen2_yarn, smollm3, granite, gpt2_odd, the
-mixtures of experts and gpt_oss: 5.2.0), safetensors 0.8.0. Each NAME/ is a tiny random model as
+Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0 (qwen2_yarn, smollm3, granite, gpt2_odd, olmo2,
+the mixtures of experts and gpt_oss: 5.2.0), safetensors 0.8.0. Each NAME/ is a tiny random model as
 ``save_pretrained`` writes it (gpt_oss_mxfp4's experts are packed afterwards), each NAME.npz holds:
 
   tokens [2, 48]     positions [2, 48]: row 0 counts up, row 1 jumps far ahead half-way
@@ -50,6 +50,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -145,6 +146,7 @@ def later_families() -> dict[str, PreTrainedConfig]:
             residual_multiplier=0.4,
             logits_scaling=0.25,
         ),
+        "olmo2_bf16_sharded": Olmo2Config(**sizes, rope_parameters=PLAIN),
         "qwen3_moe": Qwen3MoeConfig(
             **{**sizes, "num_hidden_layers": 3},
             head_dim=16,
@@ -228,6 +230,8 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             fresh = (
                 0.2 * fresh * weight.shape[-1] ** -0.5
             )  # it is scaled up, and tied: else it repeats itself
+        elif "embed" in name and model.config.model_type == "olmo2":
+            pass  # nothing normalises it before it meets what attention gives
         elif name.endswith(("wte.weight", "wpe.weight")):
             fresh = (0.3 if "wte" in name else 1.0) * fresh * weight.shape[-1] ** -0.5
         elif "c_" in name:  # [in, out]

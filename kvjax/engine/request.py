@@ -300,7 +300,8 @@ def read_stops(request: Request, model: Weighted) -> tuple[int, ...]:
     Raises:
       RequestError: too many.
     """
-    own = () if request.ignore_eos else getattr(getattr(model, "spec", None), "eos", ())
+    says = getattr(model, "spec", None) or getattr(model, "tokenizer", None)
+    own = () if request.ignore_eos else getattr(says, "eos", ())
     stops = tuple(dict.fromkeys(int(stop) for stop in (*own, *request.stop_tokens)))
     if len(stops) > MOST_STOPS:
         raise RequestError(

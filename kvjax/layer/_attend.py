@@ -16,10 +16,10 @@ from kvjax.layer._read import Loaded, Read
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.specs import HEADS, MODEL_HEADS, ROWS, TENSOR, WHOLE, of_projection, of_state
 from kvjax.sharding.specs import of_learned as of_parts
-from kvjax.types import AttendFn, Heads, Params
+from kvjax.types import AttendFn, Heads, Params, Project
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from jaxtyping import Array, Float
 
 LayerFn = Callable[..., "tuple[Array, Any]"]
 """What happens at a layer, ``(info, heads, carry, *rows) -> (attention output, carry after it)``: ``step``,
@@ -84,6 +84,7 @@ def on_devices(
     names = ["q", "k", "v", *(name for name in ("q_pre", "k_pre", "hidden") if name in policy.needs)]
     arrays = {name: getattr(x, name) for name in names} if x is not None else {}
     project = x.project if x is not None and "hidden" in policy.needs else None
+    by_head = project if hasattr(project, "among") else None
     wo = x.wo if x is not None and "wo_norm" in policy.needs else None
     sinks = x.sinks if x is not None else None
     heads = AllHeads(TENSOR, mesh.size(TENSOR)) if mesh.size(TENSOR) > 1 else AllHeads()
@@ -93,7 +94,7 @@ def on_devices(
         "layer": (jnp.asarray(info.layer), WHOLE),
         "of_rows": ((info.total, info.confidence, info.seeds), ROWS),
         "arrays": (arrays, {name: ROWS if name == "hidden" else MODEL_HEADS for name in arrays}),
-        "project": (project, jax.tree.map(of_projection, project)),
+        "project": (by_head, jax.tree.map(of_projection, by_head)),
         "wo": (wo, None if wo is None else P(None, TENSOR)),
         "sinks": (sinks, None if sinks is None else P(TENSOR)),
         "carry": (carry, of_state(carry)),
@@ -117,12 +118,25 @@ def on_devices(
         if x is not None:
             absent = dict.fromkeys(("q", "k", "v", "q_pre", "k_pre", "hidden"))
             present: dict[str, Any] = absent | part["arrays"]
-            own_model = {name: part[name] for name in ("project", "wo", "sinks")}
+            own_model = {name: part[name] for name in ("wo", "sinks")}
+            if by_head is not None:
+                own_model["project"] = part["project"].among(heads)
+            elif project is not None:
+                own_model["project"] = _own_heads(project, heads)
             tokens = Heads(**present, softcap=x.softcap, rotate=x.rotate, **own_model)
         return run(own, tokens, part["carry"], *part["rows"])
 
     values, specs = ({name: pair[i] for name, pair in inputs.items()} for i in (0, 1))
     return mesh.each(local, [values], [specs], out)
+
+
+def _own_heads(project: Project, heads: AllHeads) -> Project:
+    """The queries of a device's heads by a map of which every device has all weights."""
+
+    def own(hidden: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        return jnp.moveaxis(heads.local(jnp.moveaxis(project(hidden), 2, 1)), 1, 2)
+
+    return own
 
 
 def of_learned(policy: Policy, weights: Params) -> Params:

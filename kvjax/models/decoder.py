@@ -8,15 +8,15 @@ Params, a dict (any dtype; shapes in the letters of ``kvjax.types``; in brackets
 
   embed [V, D]   final_norm [D]   (positions [max, D]   final_norm_bias [D]   head [V, D])
   layers: a list of L dicts
-    attn_norm [D]   wq [N, H, D]   wk, wv [K, H, D]   wo [D, N, H]
-    mlp_norm [D]    w_up [F, D]    w_down [D, F]      (w_gate [F, D])
-    (bq [N, H]   bk, bv [K, H]   bo, b_down [D]   b_up [F]   q_norm, k_norm [H]   sinks [N]
-     attn_post_norm, mlp_post_norm [D]   attn_norm_bias, mlp_norm_bias [D])
+    wq [N, H, D]   wk, wv [K, H, D]   wo [D, N, H]   w_up [F, D]   w_down [D, F]   (w_gate [F, D])
+    (attn_norm, mlp_norm [D]   attn_norm_bias, mlp_norm_bias [D]   attn_post_norm, mlp_post_norm [D]
+     bq [N, H]   bk, bv [K, H]   bo, b_down [D]   b_up [F]   q_norm, k_norm [H]   sinks [N]
+     q_joint_norm [N, H]   k_joint_norm [K, H])
     with experts, instead of w_gate, w_up, w_down and their biases:
     router [E, D]   experts_gate, experts_up [E, F, D]   experts_down [E, D, F]
     (router_bias [E]   experts_gate_bias, experts_up_bias [E, F]   experts_down_bias [E, D])
 
-Matrices may be ``Quantised``, but not those of experts.
+Matrices may be ``Quantised``; norms, biases, routers and positions never are.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from kvjax.models.layout import INPUTS_FIRST
 from kvjax.models.quantised import Quantised, rows_of, times, widened
 from kvjax.models.rope import rotate
 from kvjax.models.spec import ModelSpec
+from kvjax.sharding.all_heads import HERE, AllHeads
 from kvjax.sharding.mesh import ONE, Mesh
-from kvjax.types import AttendFn, C, Heads, Params
+from kvjax.types import AttendFn, C, Heads, Params, pytree
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -58,12 +59,12 @@ def shapes(spec: ModelSpec) -> dict[str, Any]:
 def _layer_shapes(spec: ModelSpec, index: int) -> dict[str, tuple[int, ...]]:
     d, n, k, h, f = spec.model_dim, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.mlp_dim
     layer: dict[str, tuple[int, ...]] = {
-        "attn_norm": (d,),
+        **({"attn_norm": (d,)} if spec.pre_norms else {}),
         "wq": (n, h, d),
         "wk": (k, h, d),
         "wv": (k, h, d),
         "wo": (d, n, h),
-        "mlp_norm": (d,),
+        **({"mlp_norm": (d,)} if spec.pre_norms else {}),
     }
     experts = spec.experts
     if experts is None or index in experts.dense_layers:
@@ -86,6 +87,8 @@ def _layer_shapes(spec: ModelSpec, index: int) -> dict[str, tuple[int, ...]]:
         layer |= {"sinks": (n,)}
     if spec.qk_norm:
         layer |= {"q_norm": (h,), "k_norm": (h,)}
+    if spec.joint_qk_norm:
+        layer |= {"q_joint_norm": (n, h), "k_joint_norm": (k, h)}
     if spec.post_norms:
         layer |= {"attn_post_norm": (d,), "mlp_post_norm": (d,)}
     if spec.norm == "layer":
@@ -96,9 +99,10 @@ def _layer_shapes(spec: ModelSpec, index: int) -> dict[str, tuple[int, ...]]:
 LETTERS = {
     **dict.fromkeys(("embed", "head"), "VD"),
     **dict.fromkeys(("wk", "wv"), "KHD"),
-    **dict.fromkeys(("bk", "bv"), "KH"),
+    **dict.fromkeys(("bk", "bv", "k_joint_norm"), "KH"),
+    **dict.fromkeys(("bq", "q_joint_norm"), "NH"),
     **dict.fromkeys(("w_gate", "w_up"), "FD"),
-    **{"wq": "NHD", "bq": "NH", "wo": "DNH", "w_down": "DF", "b_up": "F", "sinks": "N"},
+    **{"wq": "NHD", "wo": "DNH", "w_down": "DF", "b_up": "F", "sinks": "N"},
     **dict.fromkeys(("experts_gate", "experts_up"), "EFD"),
     **dict.fromkeys(("experts_gate_bias", "experts_up_bias"), "EF"),
     **{"experts_down": "EDF", "experts_down_bias": "ED"},
@@ -128,6 +132,23 @@ def norm(spec: ModelSpec, p: Params, name: str, x: Float[Array, "... D"]) -> Flo
     if spec.norm == "layer":
         y = y + p[f"{name}_bias"].astype(jnp.float32)
     return y.astype(x.dtype)
+
+
+def joint_norm(
+    spec: ModelSpec, weight: Float[Array, "N H"], x: Float[Array, "B T N H"], heads: AllHeads = HERE
+) -> Float[Array, "B T N H"]:
+    """x over the root of its mean square over all heads; computed in float32, in x's dtype.
+
+    Args:
+      spec: has the epsilon.
+      weight: of the heads that are here.
+      x: queries or keys of these heads.
+      heads: where the others are, inside ``shard_map``; elsewhere the compiler adds over devices.
+    """
+    y = x.astype(jnp.float32)
+    square = heads.mean(jnp.moveaxis(jnp.mean(y * y, axis=-1), 2, 1))  # [B, 1, T]
+    y = y * jax.lax.rsqrt(jnp.moveaxis(square, 1, 2)[..., None] + spec.norm_eps)
+    return (y * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 def softcap(x: Float[Array, "... X"], limit: float | None) -> Float[Array, "... X"]:
@@ -168,13 +189,17 @@ def _in_float32(axes: str, x: Float[Array, "B ... X"], weight: Float[Array, "...
     return jax.lax.platform_dependent(x, weight, cpu=twice, default=plain)
 
 
-def queries(spec: ModelSpec, p: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+def queries(
+    spec: ModelSpec, p: Params, hidden: Float[Array, "B T D"], heads: AllHeads = HERE
+) -> Float[Array, "B T N H"]:
     """The attention input to queries before RoPE: bias, q-norm and gain where the family has them."""
     q = product("btd,nhd->btnh", hidden, p["wq"])
     if spec.qkv_bias:
         q = q + p["bq"]
     if spec.qk_norm:
         q = norm(spec, p, "q_norm", q)
+    if spec.joint_qk_norm:
+        q = joint_norm(spec, p["q_joint_norm"], q, heads)
     if spec.query_gain != 1.0:  # so that every ``attend`` may divide scores by sqrt(H)
         q = q * jnp.asarray(spec.query_gain, q.dtype)
     return q
@@ -191,10 +216,12 @@ def project(
         k, v = k + p["bk"], v + p["bv"]
     if spec.qk_norm:
         k = norm(spec, p, "k_norm", k)
+    if spec.joint_qk_norm:
+        k = joint_norm(spec, p["k_joint_norm"], k)
     rope = spec.rope_of(index)
     to_position = None if rope is None else functools.partial(rotate, rope=rope)
     turned = (q, k) if to_position is None else (to_position(q, positions), to_position(k, positions))
-    of_queries = {name: p[name] for name in ("wq", "bq", "q_norm") if name in p}
+    of_queries: Params = {name: p[name] for name in ("wq", "bq", "q_norm", "q_joint_norm") if name in p}
     return Heads(
         q=turned[0],
         k=turned[1],
@@ -204,10 +231,33 @@ def project(
         hidden=hidden,
         softcap=spec.attn_softcap,
         rotate=to_position,
-        project=jax.tree_util.Partial(functools.partial(queries, spec), of_queries),
+        project=Projection(spec=spec, weights=of_queries),
         wo=widened(p["wo"]) if isinstance(p["wo"], Quantised) else p["wo"],
         sinks=p.get("sinks"),
     )
+
+
+@pytree(static=("spec", "heads"))
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Projection:
+    """A layer's ``queries`` of any hidden states: ``Heads.project``.
+
+    Attributes:
+      spec: static sizes.
+      weights: those of the query map; each begins with [N], or is [H].
+      heads: where the layer's other heads are.
+    """
+
+    spec: ModelSpec
+    weights: Params
+    heads: AllHeads = HERE
+
+    def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        return queries(self.spec, self.weights, hidden, self.heads)
+
+    def among(self, heads: AllHeads) -> Projection:
+        """The same on a device that has the weights of its own heads."""
+        return dataclasses.replace(self, heads=heads)
 
 
 def mlp(spec: ModelSpec, p: Params, x: Float[Array, "B T D"], mesh: Mesh = ONE) -> Float[Array, "B T D"]:
@@ -243,7 +293,8 @@ def layer(
     mesh: Mesh = ONE,
 ) -> tuple[Float[Array, "B T D"], C]:
     """One block: x + attention(norm x), then x + mlp(norm x); ``mesh`` is where experts lie."""
-    heads = project(spec, p, index, norm(spec, p, "attn_norm", x), positions)
+    into = norm(spec, p, "attn_norm", x) if spec.pre_norms else x
+    heads = project(spec, p, index, into, positions)
     mixed, carry = attend(index, heads, carry)
     # Flat: contracted over two axes, XLA on CPU transposes all of wo in every decode step.
     flat = mixed.astype(x.dtype).reshape(*mixed.shape[:2], -1)
@@ -251,7 +302,8 @@ def layer(
     if spec.linear_bias:
         y = y + p["bo"]
     x = add(spec, p, x, y, "attn_post_norm")
-    return add(spec, p, x, mlp(spec, p, norm(spec, p, "mlp_norm", x), mesh), "mlp_post_norm"), carry
+    into = norm(spec, p, "mlp_norm", x) if spec.pre_norms else x
+    return add(spec, p, x, mlp(spec, p, into, mesh), "mlp_post_norm"), carry
 
 
 def add(

@@ -2,9 +2,10 @@
 
 The cost follows the experts that are used. On a GPU or TPU tokens are sorted by expert and ``ragged_dot``
 multiplies each group by its expert's matrix. XLA on a CPU would multiply every token by every expert, so
-there a loop takes some tokens of one expert at a time and reads that expert's matrices alone.
+there a loop takes some tokens of one expert at a time and reads that expert's matrices alone. So do steps
+with quantised matrices everywhere, whose codes no grouped product takes.
 
-Why: kvjax/DESIGN.md, 31.
+Why: kvjax/DESIGN.md, 31 and 33.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from kvjax.models.activations import gated
+from kvjax.models.quantised import Quantised, times_one, widened
 from kvjax.models.spec import Experts, ModelSpec
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.specs import CONTEXT, ROWS, TENSOR
@@ -77,7 +79,7 @@ def through_experts(
         return _mixed(spec.mlp, weights, x, choice).astype(x.dtype)
 
     def on_one(weights: Params, x: Array, choice: Choice) -> Array:
-        first = jax.lax.axis_index((TENSOR, CONTEXT)) * len(weights["experts_up"])
+        first = jax.lax.axis_index((TENSOR, CONTEXT)) * weights["experts_up"].shape[0]
         own = choice._replace(expert=choice.expert - first)
         return jax.lax.psum(_mixed(spec.mlp, weights, x, own), (TENSOR, CONTEXT)).astype(x.dtype)
 
@@ -87,18 +89,16 @@ def through_experts(
 
 def _mixed(kind: str, weights: Params, x: Float[Array, "B T D"], choice: Choice) -> Float[Array, "B T D"]:
     """The sum over experts whose numbers are from 0 to E - 1, float32."""
-    count, rows = len(weights["experts_up"]), x.reshape(-1, x.shape[-1])
+    count, rows = weights["experts_up"].shape[0], x.reshape(-1, x.shape[-1])
     expert = choice.expert.reshape(-1)
     expert = jnp.where((expert >= 0) & (expert < count), expert, count)
     groups = Groups(jnp.argsort(expert), jnp.bincount(expert, length=count + 1)[:count].astype(jnp.int32))
-    y = jax.lax.platform_dependent(
-        weights,
-        rows,
-        choice.weight.reshape(-1),
-        groups,
-        cpu=functools.partial(_in_turns, kind),
-        default=functools.partial(_in_groups, kind),
-    )
+    inputs = weights, rows, choice.weight.reshape(-1), groups
+    in_turns, in_groups = functools.partial(_in_turns, kind), functools.partial(_in_groups, kind)
+    if isinstance(weights["experts_up"], Quantised) and x.shape[1] == 1:
+        y = in_turns(*inputs)
+    else:
+        y = jax.lax.platform_dependent(*inputs, cpu=in_turns, default=in_groups)
     return y.reshape(x.shape)  # type: ignore[no-any-return]
 
 
@@ -119,6 +119,7 @@ def _in_groups(
 
     def product(x: Array, name: str) -> Array:
         leaf = weights[name]
+        leaf = widened(leaf) if isinstance(leaf, Quantised) else leaf
         y = jax.lax.ragged_dot_general(
             x, leaf, groups.size, _OF_GROUP, preferred_element_type=jnp.dtype("float32")
         )
@@ -133,7 +134,7 @@ def _in_groups(
     return y[jnp.argsort(groups.order)].reshape(len(rows), each, -1).sum(axis=1)
 
 
-# --- on a CPU -------------------------------------------------------------------------------------
+# --- on a CPU, and with quantised matrices --------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -148,7 +149,8 @@ def _in_turns(
     each, pairs, count = len(groups.order) // len(rows), len(groups.order), len(groups.size)
     turn = min(len(rows), MOST, max(FEWEST, pairs // count))
     most = min(count, pairs) + (pairs // turn if turn < len(rows) else 0)
-    if rows.dtype != jnp.float32 and BF16_AS_IT_LIES:
+    quantised = isinstance(weights["experts_up"], Quantised)
+    if rows.dtype != jnp.float32 and BF16_AS_IT_LIES and not quantised:
         turn = max(turn, 2)  # for one row XLA writes the matrix out in float32
     starts, turns = jnp.cumsum(groups.size) - groups.size, -(-groups.size // turn)
     ends = jnp.cumsum(turns)
@@ -175,8 +177,12 @@ def _through_one(
     """Rows through one expert; float32."""
 
     def product(x: Array, name: str) -> Array:
-        leaf = _of_expert(weights[name], expert)
-        y = jnp.einsum("mx,yx->my", x.astype(leaf.dtype), leaf, preferred_element_type=jnp.float32)
+        stack = weights[name]
+        if isinstance(stack, Quantised):
+            y = times_one(x, stack, expert)
+        else:
+            leaf = _of_expert(stack, expert)
+            y = jnp.einsum("mx,yx->my", x.astype(leaf.dtype), leaf, preferred_element_type=jnp.float32)
         bias = weights.get(f"{name}_bias")
         return y if bias is None else y + bias[expert].astype(jnp.float32)
 

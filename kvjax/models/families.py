@@ -213,6 +213,13 @@ FAMILIES: Mapping[FamilyName, Family] = {
         agrees={**_SILU, "attention_bias": _NO, "mlp_bias": _NO},
         writes={"attention_bias": False, "mlp_bias": False},
     ),
+    "olmo2": Family(
+        architecture="Olmo2ForCausalLM",
+        traits={"joint_qk_norm": True, "pre_norms": False, "post_norms": True},
+        defaults={"rms_norm_eps": 1e-5},
+        agrees={**_SILU, "attention_bias": _NO},
+        writes={"attention_bias": False},
+    ),
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
         traits={

@@ -46,7 +46,6 @@ _NUMBERS = (
 
 # Keys that would ask for other mathematics unless they say this.
 _AGREES = {
-    "expert_count": 0,
     "attention.causal": True,
     "attention.clamp_kqv": 0,
     "attention.max_alibi_bias": 0,
@@ -67,10 +66,15 @@ def read_config(header: Header) -> dict[str, Any]:
     """A config.json that says what a GGUF file's metadata and rope factors say.
 
     Raises:
-      ModelError: another architecture, missing sizes, or mathematics that kvjax does not do.
+      ModelError: another architecture, experts, missing sizes, or mathematics that kvjax does not do.
     """
     meta, file = header.metadata, str(header.path)
     arch = meta.get("general.architecture")
+    if experts := meta.get(f"{arch}.expert_count"):
+        raise ModelError(
+            f"{file} has {arch}.expert_count {experts!r}, and kvjax reads no experts from GGUF files. Give "
+            "the model as a folder in Hugging Face's format; --weight-dtype int4 holds it in 4 bits."
+        )
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise ModelError(
             f"{file} has the architecture {arch!r}; of GGUF files kvjax reads {', '.join(ARCHITECTURES)}. "

@@ -65,6 +65,17 @@ _GEMMA = Names(
         ("post_feedforward_layernorm.weight", "mlp_post_norm", "same"),
     ),
 )
+_OLMO2 = Names(
+    top=_TOP,
+    rows=(
+        *(row for row in _ATTENTION if row[1] not in ("attn_norm", "q_norm", "k_norm")),
+        ("self_attn.q_norm.weight", "q_joint_norm", "flat"),
+        ("self_attn.k_norm.weight", "k_joint_norm", "flat"),
+        ("post_attention_layernorm.weight", "attn_post_norm", "same"),
+        *_MLP,
+        ("post_feedforward_layernorm.weight", "mlp_post_norm", "same"),
+    ),
+)
 _PHI3 = Names(
     top=_TOP,
     rows=(
@@ -135,7 +146,8 @@ _GPT_OSS = dataclasses.replace(
     ),
 )
 _EXPERTS = {"qwen3_moe": _QWEN3_MOE, "mixtral": _MIXTRAL, "gpt_oss": _GPT_OSS}
-_NAMES = {**_EXPERTS, "phi3": _PHI3, "gemma2": _GEMMA, "gemma3_text": _GEMMA, "gpt2": _GPT2}
+_GEMMAS = {"gemma2": _GEMMA, "gemma3_text": _GEMMA}
+_NAMES = {**_EXPERTS, **_GEMMAS, "phi3": _PHI3, "gpt2": _GPT2, "olmo2": _OLMO2}
 """Families that do not name their tensors as Llama does."""
 
 

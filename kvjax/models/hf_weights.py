@@ -102,26 +102,29 @@ def read_weights(
     embed = entries[0].name
     dtype = dtype or _STORED[holder[embed].header(embed)[1]]
     params: Params = {"layers": [{} for _ in range(spec.num_layers)]}
-    for path, shape, pieces in _stacks(entries, holder, spec):
-        how = mesh.spec(LETTERS[str(path[-1])], shape)
-        read = functools.partial(_stacked, shape, dtype, pieces)
-        _node(params, path)[path[-1]] = mesh.build(shape, how, read)
+    for path, shape, stored, pieces in _stacks(entries, holder, spec):
+        name = str(path[-1])
+        if weight_dtype and name in INPUTS:
+            values = _stacked(shape, stored, pieces, (slice(None),) * len(shape))
+            leaf = _quantised(path, values, weight_dtype, dtype, mesh, on_values)
+        else:
+            how = mesh.spec(LETTERS[name], shape)
+            leaf = mesh.build(shape, how, functools.partial(_stacked, shape, dtype, pieces))
+        _node(params, path)[path[-1]] = leaf
     for entry in entries:
         if _of_experts(entry):
             continue
         file = holder[entry.name]
         whole = mesh == ONE or (weight_dtype and str(entry.paths[0][-1]) in INPUTS)
-        stored = file.tensor(entry.name) if whole else file.slices(entry.name)
+        tensor = file.tensor(entry.name) if whole else file.slices(entry.name)
         for at, (path, shape) in enumerate(zip(entry.paths, entry.shapes)):
             name = str(path[-1])
             if weight_dtype and name in INPUTS:
-                values = entry.part(stored, at, (slice(None),) * len(shape))
-                if on_values:
-                    on_values(path, values)
-                leaf = mesh.place(quantised(values, name, weight_dtype, dtype), LETTERS[name])
+                values = entry.part(tensor, at, (slice(None),) * len(shape))
+                leaf = _quantised(path, values, weight_dtype, dtype, mesh, on_values)
             else:
                 how = mesh.spec(LETTERS.get(name, ""), shape)
-                leaf = mesh.build(shape, how, functools.partial(_part, entry, stored, at, dtype))
+                leaf = mesh.build(shape, how, functools.partial(_part, entry, tensor, at, dtype))
             _node(params, path)[path[-1]] = leaf
     twice = spec.tied and HEAD in holder
     if twice and not np.array_equal(holder[HEAD].tensor(HEAD), holder[embed].tensor(embed)):
@@ -132,6 +135,21 @@ def read_weights(
     return params
 
 
+def _quantised(
+    path: tuple[str | int, ...],
+    values: np.ndarray,
+    weight_dtype: str,
+    dtype: str,
+    mesh: Mesh,
+    on_values: OnValues | None,
+) -> Any:
+    """A leaf of codes and scales where it belongs."""
+    name = str(path[-1])
+    if on_values:
+        on_values(path, values)
+    return mesh.place(quantised(values, name, weight_dtype, dtype), LETTERS[name])
+
+
 def _of_experts(entry: Entry) -> bool:
     """Is it read expert by expert?"""
     return isinstance(entry, Alternating) or isinstance(entry.paths[0][-1], int)
@@ -139,18 +157,23 @@ def _of_experts(entry: Entry) -> bool:
 
 def _stacks(
     entries: Sequence[Entry], holder: Mapping[str, TensorFile], spec: ModelSpec
-) -> Iterator[tuple[tuple[str | int, ...], tuple[int, ...], Piece]]:
-    """Path and shape of each leaf [E, ...], and how to read a part of one expert."""
+) -> Iterator[tuple[tuple[str | int, ...], tuple[int, ...], str, Piece]]:
+    """Path, shape and stored dtype of each leaf [E, ...], and how to read a part of one expert."""
+
+    def stored(entry: Entry) -> str:
+        return _STORED.get(holder[entry.name].header(entry.name)[1], "bfloat16")  # exact of what is packed
+
     single: dict[tuple[str | int, ...], list[Entry]] = {}
     for entry in filter(_of_experts, entries):
         if isinstance(entry, Alternating):
             for at, (path, shape) in enumerate(zip(entry.paths, entry.shapes)):
-                yield path, shape, functools.partial(_piece_of_stack, entry, holder[entry.name], at)
+                piece = functools.partial(_piece_of_stack, entry, holder[entry.name], at)
+                yield path, shape, stored(entry), piece
         else:
             single.setdefault(entry.paths[0][:-1], []).append(entry)
     for path, of_experts in single.items():
         shape = (len(of_experts), *of_experts[0].shapes[0])
-        yield path, shape, functools.partial(_piece_of_one, of_experts, holder)
+        yield path, shape, stored(of_experts[0]), functools.partial(_piece_of_one, of_experts, holder)
 
 
 def _piece_of_stack(

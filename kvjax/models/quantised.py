@@ -20,7 +20,11 @@ from kvjax.types import Params, pytree
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-INPUTS = {**dict.fromkeys(("wq", "wk", "wv", "w_gate", "w_up", "w_down", "embed", "head"), 1), "wo": 2}
+INPUTS = {
+    **dict.fromkeys(("wq", "wk", "wv", "w_gate", "w_up", "w_down", "embed", "head"), 1),
+    **dict.fromkeys(("experts_gate", "experts_up", "experts_down"), 1),
+    "wo": 2,
+}
 """Leaves that are quantised, and how many of their last axes are inputs."""
 
 EIGHT_BITS = ("embed", "head")
@@ -171,8 +175,25 @@ def times(x: Float[Array, "... X"], weight: Quantised) -> Float[Array, "... O"]:
     if weight.cut or (x.ndim > 2 and x.shape[1] > 1):
         y = _at_once(rows, matrix)
     else:
-        y = jax.lax.platform_dependent(rows, matrix, cpu=_by_tiles, default=_at_once)
+        y = jax.lax.platform_dependent(rows, matrix, cpu=by_tiles, default=_at_once)
     return y.reshape(*x.shape[:-1], *weight.shape[:-1])
+
+
+def times_one(x: Float[Array, "M X"], stack: Quantised, at: Int[Array, ""]) -> Float[Array, "M Y"]:
+    """x times the matrix ``at`` of a stack [E, Y, X], in float32; the stack is whole where this runs.
+
+    A CPU reads that matrix where it lies, by tiles for any number of rows; other devices cut it out.
+    """
+    _, outputs, width = stack.shape
+
+    def where_it_lies(x: Array, stack: Quantised) -> Array:
+        return by_tiles(x, stack.reshape(-1, width), at * outputs, outputs)
+
+    def cut_out(x: Array, stack: Quantised) -> Array:
+        return _at_once(x, dataclasses.replace(stack, codes=stack.codes[at], scales=stack.scales[at]))
+
+    y: Array = jax.lax.platform_dependent(x, stack, cpu=where_it_lies, default=cut_out)
+    return y
 
 
 def _at_once(x: Float[Array, "R X"], weight: Quantised) -> Float[Array, "R O"]:
@@ -186,8 +207,11 @@ def _at_once(x: Float[Array, "R X"], weight: Quantised) -> Float[Array, "R O"]:
     return jnp.einsum("rx,ox->ro", x, values, preferred_element_type=in_float32)
 
 
-def _by_tiles(x: Float[Array, "R X"], weight: Quantised) -> Float[Array, "R O"]:
-    outputs, group = weight.codes.shape[0], weight.group
+def by_tiles(
+    x: Float[Array, "R X"], weight: Quantised, first: Any = 0, count: int | None = None
+) -> Float[Array, "R O"]:
+    """x times a matrix, or its ``count`` outputs from ``first`` on; one tile of it is widened at a time."""
+    outputs, group = count or weight.codes.shape[0], weight.group
     tile = min(outputs, max(TILE // x.shape[-1], 8))
     x = x.astype(jnp.float32)
     if group:
@@ -197,7 +221,7 @@ def _by_tiles(x: Float[Array, "R X"], weight: Quantised) -> Float[Array, "R O"]:
     def one(turn: Int[Array, ""], y: Float[Array, "R O"]) -> Float[Array, "R O"]:
         begin = jnp.minimum(turn * tile, outputs - tile)  # the last tile may begin in the one before it
         codes, scales = (
-            jax.lax.dynamic_slice_in_dim(of, begin, tile) for of in (weight.codes, weight.scales)
+            jax.lax.dynamic_slice_in_dim(of, first + begin, tile) for of in (weight.codes, weight.scales)
         )
         scales = scales.astype(jnp.float32)
         if group:

@@ -123,7 +123,10 @@ class Rope:
         if isinstance(s, LinearScaling):
             freq = freq / s.factor
         elif isinstance(s, LongRope):
-            freq = freq / np.asarray(s.long if s.stretched else s.short, np.float64)
+            # Power, product and reciprocal are each rounded to float32 where models are trained. Rounded once
+            # half of the frequencies have another last bit, which turns by 0.008 more at position 131,072.
+            powers = (self.theta ** exponents.astype(np.float64)).astype(np.float32)
+            return np.float32(1) / (np.asarray(s.long if s.stretched else s.short, np.float32) * powers)
         elif isinstance(s, Llama3Scaling):
             freq = _llama3(freq, s)
         elif isinstance(s, Yarn):

@@ -11,7 +11,7 @@ __all__ = ["Experts", "LinearScaling", "Llama3Scaling", "LongRope", "ModelSpec",
 
 FamilyName = Literal[
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gpt2", "smollm3", "granite"),
-    *("qwen3_moe", "mixtral", "gpt_oss"),
+    *("qwen3_moe", "mixtral", "gpt_oss", "olmo2"),
 ]
 
 
@@ -47,6 +47,8 @@ class ModelSpec:
       unturned: layers that turn neither queries nor keys (SmolLM3).
       norm: "rms"; "rms_plus_one", whose stored weight is the scale minus one; "layer" with mean and bias.
       qk_norm: queries and keys are normalised per head, before they turn.
+      joint_qk_norm: a token's queries are normalised over all heads together, and so are its keys (OLMo 2).
+      pre_norms: what attention and MLP take is normalised.
       post_norms: what attention and MLP give is normalised before it is added.
       scaled_embedding: embeddings are multiplied by sqrt(D) on the way in.
       query_pre_attn_scalar: scores are divided by its square root; None for head_dim.
@@ -81,6 +83,8 @@ class ModelSpec:
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
     norm_eps: float = 1e-6
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     scaled_embedding: bool = False
     query_pre_attn_scalar: float | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 from kvjax import cli
 
@@ -24,14 +23,11 @@ def _serve(words: Sequence[str]) -> int:
 
         run(parse(words))
         return 0
+    from kvjax.serve.http import check_installed
     from kvjax.serve.http.arguments import parse as parse_http
 
     options = parse_http(words[1:])
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
-    if missing:
-        raise cli.InputError(
-            f"python -m kvjax.serve http needs {', '.join(missing)}. Run: pip install 'kvjax[serve]'"
-        )
+    check_installed("python -m kvjax.serve http")
     from kvjax.serve.http.command import run as serve_http
 
     return serve_http(options)

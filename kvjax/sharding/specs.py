@@ -97,7 +97,10 @@ def of_learned(parts: Iterable[Any], weights: Mapping[str, Any]) -> dict[str, An
 
 
 def of_projection(leaf: Any) -> P:
-    """How a weight of ``Heads.project`` is cut: its first axis counts query heads, where it has several."""
+    """How a weight of our decoder's ``Heads.project`` is cut.
+
+    Its first axis counts query heads, where it has several.
+    """
     return P(TENSOR) if leaf.ndim > 1 else WHOLE
 
 

@@ -18,6 +18,7 @@ NAMES = (
     *("phi3", "phi3_long", "phi4_mini", "gemma2", "gemma3", "gpt2"),
     *("qwen2_yarn", "smollm3", "granite", "gpt2_odd"),
     *("qwen3_moe", "qwen3_moe_bf16_sharded", "mixtral", "gpt_oss", "gpt_oss_mxfp4"),
+    "olmo2_bf16_sharded",
 )
 
 

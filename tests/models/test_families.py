@@ -18,7 +18,7 @@ from kvjax.models import decoder, hf
 from kvjax.models.families import FAMILIES
 from kvjax.models.hf_config import read_config
 from kvjax.models.module import Decoder, leaves
-from kvjax.models.rope import LinearScaling, Rope, rotate
+from kvjax.models.rope import LinearScaling, LongRope, Rope, rotate
 from kvjax.models.spec import Experts, ModelSpec
 
 logits_of = functools.partial(jax.jit, static_argnums=0)(decoder.dense_logits)
@@ -103,7 +103,7 @@ def test_the_module_draws_every_leaf(name, golden_folder):
     assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, model.params)
     assert np.isfinite(logits_of(model.spec, drawn, jnp.arange(6)[None])).all()
     gain = 0.0 if model.spec.norm == "rms_plus_one" else 1.0
-    assert (drawn["layers"][0]["attn_norm"] == gain).all()
+    assert (drawn["final_norm"] == gain).all()
 
 
 @pytest.mark.parametrize(
@@ -251,6 +251,18 @@ def test_a_spec_is_the_same_in_any_context_but_for_longrope(golden_folder):
     assert spec.at(10**6) == spec
     long = hf.load(golden_folder("phi3_long")).spec
     assert long.at(65) != long == long.at(64)
+
+
+def test_longrope_s_frequencies_are_rounded_as_torch_s():
+    """``1.0 / (factors * theta**exponents)`` of torch 2.13; rounded once, four of them differ."""
+    short, long = tuple(1 + 0.1 * i for i in range(6)), tuple(1.5 + 1.5 * i for i in range(6))
+    scaling = LongRope(short=short, long=long, original_max_position_embeddings=64, attention_factor=1.0)
+    rope = Rope(theta=1e4, scaling=scaling, fraction=0.75)
+    of_short = [1.0, 0.1958576887845993, 0.038679901510477066, 0.007692307699471712, 0.001538881566375494]
+    of_long = [0.6666666865348816, 0.07181448489427567, 0.0103146405890584, 0.0016666667070239782]
+    assert rope.at(64).frequencies(16).tolist() == [*of_short, 0.00030943931778892875]
+    assert rope.at(65).frequencies(16).tolist() == [*of_long, 0.0002872579207178205, 5.157322084414773e-05]
+    assert rope.frequencies(16).dtype == np.float32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -34,7 +34,7 @@ def tiny(tmp_path):
 @pytest.mark.parametrize(
     ("arch", "keys", "parts"),
     [
-        ("llama", {".expert_count": 8}, ["expert_count=8", "llama decoder"]),
+        ("llama", {".expert_count": 8}, ["llama.expert_count 8", "folder in Hugging Face's format"]),
         ("llama", {".attn_logit_softcapping": 30.0}, ["attn_logit_softcapping=30.0"]),
         ("llama", {".attention.causal": False}, ["attention.causal=False"]),
         ("llama", {".attention.value_length": 16}, ["values of another length"]),
@@ -75,6 +75,12 @@ def test_architectures_that_are_not_read(tiny):
     file = tiny()
     file.write_bytes(file.read_bytes().replace(b"qwen2", b"mamba"))
     refused(file, "architecture 'mamba'", "llama, qwen2, qwen3")
+
+
+def test_experts_of_an_architecture_that_is_not_read_are_the_reason_given(tiny):
+    file = tiny("qwen2", {".expert_count": 4})
+    file.write_bytes(file.read_bytes().replace(b"qwen2", b"qwen9"))
+    refused(file, "qwen9.expert_count 4", "no experts from GGUF files")
 
 
 def test_quantisations_that_are_not_read(tiny):

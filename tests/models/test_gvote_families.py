@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "policies"))
 import vote_oracle as oracle
 
 BALLOT = {"p": 0.6, "samples": 3, "ahead": 9}
-FAMILIES = ("llama3", "qwen2", "qwen3", "phi3", "phi3_long", "phi4_mini", "gemma2", "gemma3", "gpt2")
-QUICK = ("gpt2", "gemma2", "phi4_mini", "qwen3")
-"""Learned positions; softcap and gain; a part of the head turns, by LongRoPE; q-norm."""
+OLMO2 = "olmo2_bf16_sharded"
+FAMILIES = ("llama3", "qwen2", "qwen3", "phi3", "phi3_long", "phi4_mini", "gemma2", "gemma3", "gpt2", OLMO2)
+QUICK = ("gpt2", "gemma2", "phi4_mini", "qwen3", OLMO2)
+"""Learned positions; softcap and gain; a part of the head turns, by LongRoPE; q-norm, and over all heads."""
 
 
 def heads_of(model, tokens, context):
@@ -38,11 +39,14 @@ def heads_of(model, tokens, context):
 
 def projected(spec, p, hidden):
     """[S, D] to [S, N, H], in float64."""
-    p = {name: np.asarray(p[name], np.float64) for name in ("wq", "bq", "q_norm") if name in p}
+    names = ("wq", "bq", "q_norm", "q_joint_norm")
+    p = {name: np.asarray(p[name], np.float64) for name in names if name in p}
     q = np.einsum("sd,nhd->snh", hidden, p["wq"]) + p.get("bq", 0.0)
     if "q_norm" in p:
         weight = p["q_norm"] + (1.0 if spec.norm == "rms_plus_one" else 0.0)
         q = q / np.sqrt((q * q).mean(axis=-1, keepdims=True) + spec.norm_eps) * weight
+    if "q_joint_norm" in p:
+        q = q / np.sqrt((q * q).mean(axis=(-2, -1), keepdims=True) + spec.norm_eps) * p["q_joint_norm"]
     scalar = spec.query_pre_attn_scalar
     return q if scalar is None else q * np.sqrt(spec.head_dim / scalar)
 
@@ -63,7 +67,7 @@ def mean_rotation(spec, index, start, count):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_heads_project_with_makes_their_own_queries(name, golden_folder, golden_data):
-    model = hf.load(golden_folder(name))
+    model = hf.load(golden_folder(name), dtype="float32")
     _, layers = heads_of(model, golden_data(name)["tokens"][0][:30], 64)
     for heads in layers:
         np.testing.assert_allclose(heads.project(heads.hidden), heads.q_pre, atol=1e-6)
@@ -74,7 +78,7 @@ def test_what_heads_project_with_makes_their_own_queries(name, golden_folder, go
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
 )
 def test_votes_are_the_familys_own(name, golden_folder, golden_data):
-    model = hf.load(golden_folder(name))
+    model = hf.load(golden_folder(name), dtype="float32")
     whole = golden_data(name)["tokens"][0][:30]
     texts = [whole[:n].tolist() for n in (30, 19)]
     policy = kvjax.policy("gvote(0.6, samples=3, ahead=9)")
@@ -113,3 +117,24 @@ def test_votes_on_two_devices_are_those_on_one(on_two_devices, golden_folder):
     """Each device projects by the weights of its own query heads; qwen3 normalises them per head."""
     about = on_two_devices(golden_folder("qwen3"), "gvote(0.5, samples=2, ahead=8)")
     assert about["said"]["one"] == about["said"]["two"] == about["said"]["moved"]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "gvote(0.5, samples=inf, ahead=8)",
+        pytest.param("gvote(0.5, samples=2, ahead=8)", marks=pytest.mark.slow),
+        pytest.param("expected_attention(ahead=8) + ada(12)", marks=pytest.mark.slow),
+    ],
+)
+def test_a_norm_over_all_heads_is_the_same_on_two_devices(policy, on_two_devices, golden_folder):
+    """Each device has half of the heads that OLMo 2's squares are summed over.
+
+    Drawn voters rank keys, which no norm of theirs changes; expected weights it does change.
+    """
+    about = on_two_devices(golden_folder(OLMO2), policy)
+    assert about["said"]["one"] == about["said"]["two"] == about["said"]["moved"]
+    assert about["apart"] < 1e-4
+    assert about["held_apart"] == 0 < about["held"][0]
+    assert about["shapes"]["['q_joint_norm']"] == [[4, 8], [2, 8]]
+    assert about["shapes"]["['k_joint_norm']"] == [[2, 8], [1, 8]]

@@ -160,6 +160,8 @@ def test_longrope_takes_the_factors_of_the_context(name, golden_folder, golden_d
         ("gpt_oss", {"mlp": "swiglu"}),
         ("gpt2", {"positions": "rope"}),
         ("gpt2", {"norm": "rms"}),
+        ("olmo2_bf16_sharded", {"joint_qk_norm": False}),
+        ("olmo2_bf16_sharded", {"post_norms": False}),
     ],
 )
 def test_every_trait_shows_in_the_logits(name, changes, golden_folder, golden_data):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax import decode
-from kvjax.models import decoder, hf, quantised
+from kvjax.models import decoder, experts, hf, quantised
 from kvjax.models.hf_weights import open_folder
-from kvjax.models.spec import ModelSpec
+from kvjax.models.spec import Experts, ModelSpec
 from kvjax.weights import fingerprint
 
 SPEC = ModelSpec(
@@ -32,6 +34,11 @@ SPEC = ModelSpec(
     qk_norm=True,
     tied=False,
 )
+MOE = dataclasses.replace(
+    SPEC, family="qwen3_moe", mlp_dim=160, experts=Experts(count=4, chosen=2, width=160)
+)
+EXPERT = 160 * 96
+"""Entries of an expert's matrix; no other array has so many, or a multiple."""
 PROMPTS = [[5, 9, 300, 17, 4, 88, 21], [40, 2, 11]]
 
 
@@ -52,11 +59,19 @@ def widened(weight) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("q") / "model"
+    return saved(SPEC, tmp_path_factory.mktemp("q") / "model")
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory):
+    return saved(MOE, tmp_path_factory.mktemp("q") / "experts")
+
+
+def saved(spec, place):
     draw = np.random.default_rng(0)
     leaf = lambda shape: draw.normal(size=shape).astype(np.float32) * shape[-1] ** -0.5  # noqa: E731
-    params = jax.tree.map(leaf, decoder.shapes(SPEC), is_leaf=lambda x: isinstance(x, tuple))
-    hf.save(place, SPEC, params, dtype="bfloat16")
+    params = jax.tree.map(leaf, decoder.shapes(spec), is_leaf=lambda x: isinstance(x, tuple))
+    hf.save(place, spec, params, dtype="bfloat16")
     return place
 
 
@@ -129,15 +144,74 @@ def test_int8_is_close_to_the_file_and_int4_less_so(folder):
 def test_a_step_writes_no_widened_weight(folder, weight_dtype, monkeypatch):
     """A tile is smaller than the smallest weight; nothing of a weight's size is written."""
     monkeypatch.setattr(quantised, "TILE", 1024)
-    model, policy = kvjax.load(folder, "bfloat16", weight_dtype=weight_dtype), kvjax.policy("full")
+    model = kvjax.load(folder, "bfloat16", weight_dtype=weight_dtype)
+    smallest = model.params["layers"][0]["wk"].size
+    large = [line for _, size, line in arrays_of_a_step(model) if size >= smallest // 2]
+    assert not large, large
+
+
+@pytest.mark.parametrize("weight_dtype", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
+def test_a_step_writes_no_widened_expert_and_copies_none(of_experts, weight_dtype, monkeypatch):
+    monkeypatch.setattr(quantised, "TILE", 1024)
+    model = kvjax.load(of_experts, "bfloat16", weight_dtype=weight_dtype)
+    assert isinstance(model.params["layers"][1]["experts_down"], quantised.Quantised)
+    large = [line for _, size, line in arrays_of_a_step(model) if size >= EXPERT // 2]
+    assert not large, large
+
+
+def arrays_of_a_step(model):
+    """What a compiled step of one row writes."""
+    policy = kvjax.policy("full")
     state = decode.empty(model.network, policy, rows=1, context=32, dtype=jnp.bfloat16)
     token, active = np.zeros(1, np.int32), np.ones(1, bool)
     lowered = decode.step_program.lower(model.network, policy, model.params, {}, state, token, active)
-    smallest = model.params["layers"][0]["wk"].size
     arrays = list(written(compiled_in_full(lowered).as_text()))
     assert arrays
-    large = [line for dtype, size, line in arrays if size >= smallest // 2 and " while(" not in line]
-    assert not large, large
+    return [array for array in arrays if not re.search(r" (while|conditional)\(", array[2])]
+
+
+@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
+@pytest.mark.parametrize(("rows", "length"), [(1, 1), (3, 1), (2, 40)])
+def test_tokens_go_through_quantised_experts(of_experts, weight_dtype, rows, length, monkeypatch):
+    """As through experts of the values that the codes stand for; also in groups, as on a chip."""
+    monkeypatch.setattr(quantised, "TILE", 1024)
+    layer = kvjax.load(of_experts, "float32", weight_dtype=weight_dtype).params["layers"][1]
+    plain = {name: widened(x) for name, x in layer.items() if isinstance(x, quantised.Quantised)}
+    x = np.random.default_rng(rows).normal(size=(rows, length, 96))
+    scores, wanted = x @ np.asarray(layer["router"], np.float64).T, np.zeros_like(x)
+    for at in np.ndindex(rows, length):
+        best = np.argsort(-scores[at])[:2]
+        weight = np.exp(scores[at][best])
+        for expert, share in zip(best, weight / weight.sum()):
+            gate, up = (plain[f"experts_{name}"][expert] @ x[at] for name in ("gate", "up"))
+            wanted[at] += share * (plain["experts_down"][expert] @ (gate / (1 + np.exp(-gate)) * up))
+    made = jax.jit(decoder.mlp, static_argnums=0)(MOE, layer, jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(made, wanted, atol=1e-5)
+    monkeypatch.setattr(experts, "_in_turns", experts._in_groups)
+    in_groups = jax.jit(lambda layer, x: decoder.mlp(MOE, layer, x))(layer, jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(in_groups, wanted, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
+def test_quantised_experts_lie_on_two_devices(of_experts, weight_dtype, on_two_devices):
+    about = on_two_devices(of_experts, "full", weight_dtype)
+    for leaf in ("codes", "scales"):
+        for name in ("experts_gate", "experts_up", "experts_down"):
+            whole, cut = about["shapes"][f"['{name}'].{leaf}"]
+            assert cut == [2, *whole[1:]]
+    assert len(set(about["fingerprints"])) == 1
+    assert about["said"]["one"] == about["said"]["two"] == about["said"]["moved"]
+    assert about["apart"] < 1e-4
+    assert about["floats"], "no array was looked at"
+    assert not [size for size in about["floats"] if size % EXPERT == 0]
+
+
+@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
+def test_the_fingerprint_of_experts_is_that_of_the_file(of_experts, weight_dtype):
+    assert fingerprint(kvjax.load(of_experts, weight_dtype=weight_dtype)) == fingerprint(
+        kvjax.load(of_experts)
+    )
 
 
 @pytest.mark.parametrize("weight_dtype", ["int8", "int4"])

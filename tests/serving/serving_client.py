@@ -115,11 +115,13 @@ def until(true: Any, seconds: float = 10.0) -> bool:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *words: str, keys: tuple[str, ...] = ()) -> Iterator[Running]:
-    """A server with these words on its command line."""
-    options, log = parse(["--model", str(folder), "--name", "tiny", *words]), io.BytesIO()
+def running(folder: Any, *words: str, keys: tuple[str, ...] = ()) -> Iterator[Running]:
+    """A server with these words on its command line, of a folder or of a model in memory."""
+    model = None if isinstance(folder, Path) else folder
+    place = ["--model", str(folder)] if model is None else []
+    options, log = parse([*place, "--name", "tiny", *words]), io.BytesIO()
     with command.listening_socket(options.host, 0) as sock:
-        service = command.open_service(options, Log(log.write))
+        service = command.open_service(options, Log(log.write), model)
         application = app.make(service, Keys(keys), local_only=not keys and not options.without_key)
         server = Running(f"http://127.0.0.1:{sock.getsockname()[1]}", service, log)
 

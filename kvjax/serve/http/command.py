@@ -38,8 +38,12 @@ WORKER_THREADS = 64  # requests that may wait for the engine's thread at a time
 LAST_SECONDS = 1.0  # in which a server whose engine is dead still answers 503, and its log may be read
 
 
-def run(options: Options) -> int:
+def run(options: Options, model: Any = None) -> int:
     """Serves until a signal or a fault; the exit code is 0 after SIGTERM or Ctrl-C, 1 after a fault.
+
+    Args:
+      options: the command line.
+      model: what is served, in memory; None loads what the options name.
 
     Raises:
       InputError, ModelError, PolicyError, RequestError, WeightsError: what cannot be served, before anything
@@ -63,7 +67,7 @@ def run(options: Options) -> int:
         log.library_warnings(),
         listening_socket(options.host, options.port) as sock,
     ):
-        service = open_service(options, log)
+        service = open_service(options, log, model)
         try:
             application = app.make(service, keys, local_only=not len(keys) and not options.without_key)
             return asyncio.run(serve(service, application, sock, exit_in_time))
@@ -118,12 +122,13 @@ def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
         yield sock
 
 
-def open_service(options: Options, log: Log) -> Service:
-    """Loads the model, starts the engine and loads the contexts that the last run saved.
+def open_service(options: Options, log: Log, model: Any = None) -> Service:
+    """Loads the model unless there is one, starts the engine and loads the contexts that the last run saved.
 
     Raises what ``run`` does.
     """
-    model = load_model(options.model, options.dtype, options.mesh, options.weight_dtype)
+    if model is None:
+        model = load_model(options.model, options.dtype, options.mesh, options.weight_dtype)
     policies = AllowedPolicies(model, options.policy, options.allow_policies, log)
     options = settled(options, policies.default)
     engine = Engine(
