@@ -101,7 +101,7 @@ def test_the_command_writes_a_table_that_serves(tmp_path, tiny_folder):
     code, file = calibrate(tmp_path, tiny_folder, "--eviction", "snapkv(8)", "--recent", "8")
     assert code == 0
     learned = read_weights(file)
-    assert learned.notes["eviction"] == "snapkv(window=8)"
+    assert learned.notes["eviction"] == "snapkv(8)"
     table = np.stack([layer["removed"] for layer in learned.layers])
     assert table.shape == (2, 2, 99)
     assert (np.diff(table, axis=-1) >= 0).all()
