@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,8 @@ def _held(options: arguments.Held, words: Sequence[str]) -> None:
 
     cases = [case for case in held.METHODS.values() if case]
     with tempfile.TemporaryDirectory() as home:
-        subject, answers = held.subject(Path(home)), {}
+        subject = held.subject(Path(home))
+        answers: Mapping[str, Any] = {}
         if options.peers is not None:
             answers = parity.ask(options.peers, [subject], Path(home), cases, [held.REMOVED])
         rows = []

@@ -122,7 +122,7 @@ def arrivals(model: LanguageModel, settings: Serving, policies: Sequence[str]) -
     drawn = _prompts(model, settings, ARRIVALS)
 
     def requests(prompts: list[list[int]]) -> list[Request]:
-        how = {"max_new_tokens": settings.new, "ignore_eos": True}
+        how: dict[str, Any] = {"max_new_tokens": settings.new, "ignore_eos": True}
         return [Request(prompt=x, policy=policies[at % len(policies)], **how) for at, x in enumerate(prompts)]
 
     with _engine(model, settings, settings.context) as engine:

@@ -31,7 +31,7 @@ MOST_COMPILED = 64
 LONGEST = 1 << 16
 """Characters of a grammar."""
 
-JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As ``json.dumps`` writes: where spaces are free, a small model may write nothing else for ever."""
 
 

@@ -86,10 +86,12 @@ def prompt_layer_behind(
         return jnp.pad(known, ((0, 0), (0, 0), (0, width - known.shape[2]), (0, 0)))
 
     def attend(_: int, heads: Heads, known: Any) -> tuple[Array, Any]:
-        out, ranked = layer.prompt_behind(info, heads, *map(sized, known), begin, pos)
+        k, v = map(sized, known)
+        out, ranked = layer.prompt_behind(info, heads, k, v, begin, pos)
         counts = layer.count_stored(ranked, info.total, ring), ranked.admit.sum(axis=-1)
         return out, (ranked, *counts)
 
     # Layers of one window share this program: the first of them stands for all.
-    x, (ranked, stored, stays) = network.layer(block, network.windows.index(window), x, at, attend, (k, v))
+    carry: Any = (k, v)
+    x, (ranked, stored, stays) = network.layer(block, network.windows.index(window), x, at, attend, carry)
     return x, ranked, stored, stays

@@ -362,7 +362,9 @@ def read_layers(
     network, params, total = model.network.at(state.context), model.params, state.total
     mesh = state.mesh
     run = programs or PromptPrograms(embed, prompt_layer, store_layer, after_chunk, weights_by_layer)
-    begins, counts, width = state.length, total, 0
+    begins: Any = state.length
+    counts: Any = total
+    width = 0
     if behind is not None:
         x, begins, counts, width = _rest(network, params, prompts[0], behind, run.embed)
     else:

@@ -82,7 +82,8 @@ class Prefill:
         self.structure, self.common, self.model = structure, common, structure.model
         self.requests, self.batch, self.start = [request], batch, start  # all of them ask for this prompt
         self.tokens, self.total = request.text, len(request.tokens)
-        self.held, self.seen = behind or (None, 0)  # keys and values, and tokens that are not read again
+        self.held: HeldKeys | None  # keys and values
+        self.held, self.seen = behind or (None, 0)  # and tokens that are not read again
         if start is not None:
             self.seen = len(start.tokens)
         elif self.held is not None:

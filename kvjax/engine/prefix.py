@@ -93,7 +93,7 @@ class Prefixes:
     @property
     def allocated(self) -> int:
         """Device bytes of all that is kept."""
-        return sum(kept.bytes for kept in (*self._held, *self._keys))
+        return sum(kept.bytes for kept in self._held) + sum(keys.bytes for keys in self._keys)
 
     def find(
         self,
@@ -152,7 +152,8 @@ class Prefixes:
         idle = [keys for keys in self._keys if not keys.readers]
         if not self._held and not idle:
             return False
-        oldest = min([*self._held, *idle], key=lambda kept: kept.used)
+        kept: list[Prefix | HeldKeys] = [*self._held, *idle]
+        oldest = min(kept, key=lambda one: one.used)
         if isinstance(oldest, HeldKeys):
             self._keys.remove(oldest)
             oldest.keys = None

@@ -109,7 +109,8 @@ def prompt_behind(
     out, _ = merged((partial,), x.v.dtype, x.sinks)
     # No part reads the queries of the beginning.
     q = placed(jnp.zeros((rows, heads, *k.shape[2:]), x.q.dtype), x.q)
-    whole = dataclasses.replace(x, **{name: jnp.swapaxes(y, 1, 2) for name, y in zip("qkv", (q, k, v))})
+    q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, k, v))
+    whole = dataclasses.replace(x, q=q, k=k, v=v)
     observed = observe(info, whole, pos)
     return out, judged(info, whole, observed, arriving(info, whole, pos, observed), None)
 

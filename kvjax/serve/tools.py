@@ -102,7 +102,7 @@ class CallReader:
             begins = self._held.lstrip()[:1] in ("", "{")
             return ("", ()) if begins and not self.calls else (self._take(len(self._held)), ())
         opening, closing = self._form.opening, self._form.closing
-        text, calls = "", []
+        text, calls = "", list[Call]()
         while (at := self._held.find(opening)) >= 0:
             end = self._held.find(closing, at)
             text += self._take(at)

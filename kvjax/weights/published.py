@@ -62,6 +62,7 @@ def convert(file: Path, model: str, out: Path, weight: str | None = None) -> tup
     from kvjax.loading import load
 
     part: Part
+    tensors: Any
     layers_of: Callable[[Any, Network, str], list[Params]]
     if file.suffix == ".safetensors":
         part, tensors, layers_of, preset = KVzap(), _read_safetensors(file), kvzap_layers, "kvzap"

@@ -11,6 +11,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +157,7 @@ def plan(
     rows, fullest, weights, seconds, tokens = {}, {}, 0, [0.0, 0.0], [0, 0]
     flops, bandwidth = (REACHED * rate for rate in rates)
     for length in sorted({cell.length for cell in cells}):
-        how = {"on": on, "dtype": dtype, "weight_dtype": weight_dtype}
+        how: dict[str, Any] = {"on": on, "dtype": dtype, "weight_dtype": weight_dtype}
         by_policy = dict(zip(policies, cases(spec, policies.values(), length, **how)))
         most = min(sizes.most_rows(case, on.memory, COPIES) for case in by_policy.values())
         if not most:

@@ -160,16 +160,13 @@ class StructuredOutputs(Body):
     @property
     def named(self) -> list[tuple[Literal["json", "regex", "choice", "grammar"], Any]]:
         """Those that are there, by kind."""
-        return [
-            (kind, value)
-            for kind, value in (
-                ("json", self.json_),
-                ("regex", self.regex),
-                ("choice", self.choice),
-                ("grammar", self.grammar),
-            )
-            if value is not None
+        kinds: list[tuple[Literal["json", "regex", "choice", "grammar"], Any]] = [
+            ("json", self.json_),
+            ("regex", self.regex),
+            ("choice", self.choice),
+            ("grammar", self.grammar),
         ]
+        return [(kind, value) for kind, value in kinds if value is not None]
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:

@@ -306,7 +306,7 @@ class AllowedPolicies:
         self.allowed = None if allowed is None else list(dict.fromkeys(map(repr, policies)))
         self._structures = None if allowed is None else {policy.structure for policy in policies}
 
-    def policy(self, spec: str | None, prompt: int | None = None, answer: int = 0) -> Policy:
+    def policy(self, spec: str | Policy | None, prompt: int | None = None, answer: int = 0) -> Policy:
         """The policy of a request.
 
         Args:
