@@ -25,6 +25,8 @@ from kvjax.types import EMPTY, Heads, Network, Params, Weighted
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, UInt
 
+    from kvjax.text import Text
+
 
 def prompt_pieces(
     call: str, model: Weighted, policy: Policy, prompts: Sequence[Int[np.ndarray, " T"]]
@@ -37,7 +39,7 @@ def prompt_pieces(
     """
     if not policy.eviction.replays:
         return [[] for _ in prompts]
-    text, most = getattr(model, "text", None), model.network.max_positions
+    text, most = _text(model), model.network.max_positions
     pieces = [policy.eviction.pieces(prompt, text) for prompt in prompts]
     for row, (prompt, own) in enumerate(zip(prompts, pieces)):
         for piece in own:
@@ -52,6 +54,14 @@ def prompt_pieces(
                     f"{policy.eviction!r}."
                 )
     return pieces
+
+
+def _text(model: Weighted) -> Text | None:
+    """The model's tokenizer; None without one, which an instruction in ids does not need."""
+    try:
+        return getattr(model, "text", None)
+    except ValueError:
+        return None
 
 
 def padded_pieces(
