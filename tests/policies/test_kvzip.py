@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import types
 from typing import Any
 
@@ -161,6 +162,15 @@ def test_instructions_are_the_papers():
 def test_a_model_without_a_tokenizer_is_told_to_give_ids(call):
     with pytest.raises(PolicyError, match=r"no tokenizer beside it\. Give the instruction as token ids"):
         ask(call, "kvzip + uniform(0.5)", tiny.prompt(20))
+
+
+def test_a_folder_without_a_tokenizer_takes_ids(tiny_folder, tmp_path):
+    shutil.copytree(tiny_folder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    model = kvjax.load(tmp_path / "bare")
+    state, _ = kvjax.prefill(model, f"kvzip(instruction={ASK}) + uniform(0.5)", [PROMPTS[0]])
+    assert metrics.live_slots(state).sum() < model.network.num_layers * 2 * len(PROMPTS[0])
+    with pytest.raises(PolicyError, match="no tokenizer beside it"):
+        kvjax.prefill(model, "kvzip + uniform(0.5)", [PROMPTS[0]])
 
 
 @pytest.mark.parametrize("call", ["prefill", "cut", "submit"])
