@@ -64,6 +64,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Golden models, and what is changed in their configs: kvpress knows neither windows nor other scales."""
 
+POSITIONS = {"max_position_embeddings": 3 * TOKENS}
+"""Of every golden model: KVzip feeds a prompt twice, with an instruction between."""
+
 RECORDED = ("llama", "qwen3")
 """Families whose answers are kept for tests."""
 
@@ -192,18 +195,16 @@ class Subject:
 
 
 def subject(name: str, home: Path) -> Subject:
-    """A family's golden model, written below ``home`` where its config is changed; or the embedded one."""
+    """A family's golden model, its changed config below ``home``; or the embedded one."""
     if name == "embedded":
         model = kvjax.load()
         assert model.folder is not None
         ids = model.text.encode((ROOT / "LICENSE").read_text(encoding="utf-8"))
         return _with_weights(name, Path(model.folder), np.asarray(ids))
     source, changes = FAMILIES[name]
-    folder = GOLDEN / source
-    if changes:
-        folder = Path(shutil.copytree(folder, home / name))
-        config = json.loads((folder / "config.json").read_text()) | changes
-        (folder / "config.json").write_text(json.dumps(config))
+    folder = Path(shutil.copytree(GOLDEN / source, home / name))
+    config = json.loads((folder / "config.json").read_text()) | POSITIONS | changes
+    (folder / "config.json").write_text(json.dumps(config))
     tokens = np.random.default_rng(len(name)).integers(4, 96, TOKENS + FED)
     return _with_weights(name, folder, tokens)
 
