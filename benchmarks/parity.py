@@ -152,7 +152,6 @@ CASES = {
     ),
     "critical, keydiff": Case("keydiff + critical", "KeyDiffPress", wrapper="CriticalKVPress"),
     "chunks": Case("snapkv(64) + chunks(20)", "SnapKVPress", SNAPKV, wrapper="ChunkKVPress", counted=True),
-    "chunks, keydiff": Case("keydiff + chunks(20)", "KeyDiffPress", wrapper="ChunkKVPress", counted=True),
     "kvzip": Case(f"kvzip(instruction={ASK})", "KVzipPress", budget="overall({slots})"),
     "kvzip, layer by layer": Case(
         f"kvzip(instruction={ASK})", "KVzipPress", {"layerwise": True}, budget="ada({slots}, floor=0)"

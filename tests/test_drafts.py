@@ -25,8 +25,6 @@ from kvjax.types import Heads
 QUEST, TOPK = "quest(chunks=1, chunk=4, dense=0, recent=8)", "topk(2, sinks=2, tail=6)"
 PAGES = "topk_pages(4, chunk=4, sinks=2, tail=6)"
 PROMPTS = [tiny.prompt(20, 1), tiny.prompt(33, 2), tiny.prompt(27, 3)]
-CODE = 0.05
-"""A code at half a step may go either way; keys and values of the tiny model reach about 5."""
 SHAPE = {"page": tiny.PAGE, "chunk_size": 16}
 
 
@@ -39,7 +37,7 @@ def longest(monkeypatch):
 
 CASES = [
     ("full", f"draft({QUEST}, most=3)"),
-    ("write_gate(0.5, window=8) + phi(4) + int8(8)", QUEST),
+    ("write_gate(0.5, window=8) + phi(4)", QUEST),
     *(
         pytest.param(spec, draft, marks=pytest.mark.slow)
         for spec, draft in (
@@ -47,7 +45,6 @@ CASES = [
             ("snapkv(8) + uniform(24) + sinks(2)", QUEST),
             ("window(8) + sinks(2)", QUEST),
             ("write_gate(0.5, window=8)", PAGES),
-            ("kivi(4, recent=6, group=4)", QUEST),  # a ring of six, which the draft may not widen
             ("knorm + uniform(16)", QUEST),
             ("full", "magicpig(3, tables=12, sinks=2, tail=6)"),
         )
@@ -94,15 +91,12 @@ def same_state(one, other):
         for at, tokens in held.items():
             for pos, values in tokens.items():
                 for x, y in zip(values, others[at][pos]):
-                    np.testing.assert_allclose(
-                        x, y, rtol=2e-4, atol=CODE if a.pages.scales is not None else 2e-4
-                    )
+                    np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
 
 
 LAYERS = [
-    kvjax.policy("int8(8) + phi(4) + write_gate(0.5, window=8)"),
+    kvjax.policy("phi(4) + write_gate(0.5, window=8)"),
     pytest.param(Policy(admission=tiny.HashAdmit()), marks=pytest.mark.slow),
-    pytest.param(kvjax.policy("kivi(2, recent=8, group=4)"), marks=pytest.mark.slow),
 ]
 
 
@@ -127,10 +121,10 @@ def test_a_layer_verifies_and_writes_what_steps_do(policy):
     out, new = jax.jit(lambda cache: layer.verify(info, heads(slice(0, 5)), cache, length, fed))(cache)
     written = jax.jit(lambda cache, new: layer.write(info, None, (cache, new), length, accepted))(cache, new)
 
-    step = jax.jit(lambda x, cache, length, active: layer.step(info, x, cache, length, active))
     for i in range(5):
-        active = i < accepted
-        right, (cache, _) = step(heads(slice(i, i + 1)), cache, length + jnp.minimum(i, accepted), active)
+        active, x = i < accepted, heads(slice(i, i + 1))
+        step = jax.jit(lambda cache, length, active, x=x: layer.step(info, x, cache, length, active))
+        right, (cache, _) = step(cache, length + jnp.minimum(i, accepted), active)
         for row in np.flatnonzero(active):
             np.testing.assert_allclose(out[row, i], right[row, 0], rtol=2e-5, atol=2e-5)
     for a, b in zip(jax.tree.leaves(written), jax.tree.leaves(cache)):
@@ -152,8 +146,8 @@ def test_a_draft_ends_where_its_text_and_the_context_end():
 def test_what_cannot_be_drafted_for_is_refused():
     with pytest.raises(PolicyError, match="one read could not verify.*after_prompt"):
         kvjax.policy(f"tova + uniform(24, every_step) + draft({QUEST})")
-    with pytest.raises(PolicyError, match="pages of their own.*sinks=0"):
-        kvjax.policy(f"int8(8) + draft({TOPK})")
+    with pytest.raises(PolicyError, match="shows it exact to all of them.*native storage"):
+        kvjax.policy(f"int8(8) + draft({QUEST})")
     with pytest.raises(PolicyError, match="nothing drafts"):
         kvjax.policy("draft")
     for draft in ("int8", "full", "quest(2) + int8", 3):
@@ -162,18 +156,16 @@ def test_what_cannot_be_drafted_for_is_refused():
     with pytest.raises(PolicyError, match="stands where the draft would"):
         decode.with_draft(kvjax.policy("topk"), "quest")
     state, logits = kvjax.prefill(tiny.model(), "full", PROMPTS, context=64, **SHAPE)
-    with pytest.raises(RequestError, match=r"prefill under 'draft\(quest\)'"):
+    with pytest.raises(RequestError, match=r"prefill under 'draft\(quest\(32\)\)'"):
         kvjax.stream(tiny.model(), "full", state, logits, draft="quest", max_new_tokens=4)
 
 
 def test_a_draft_is_written_as_text():
-    policy = kvjax.policy(f"int8 + draft({QUEST}, most=2)")
+    policy = kvjax.policy(f"draft({QUEST}, most=2)")
     assert kvjax.policy(repr(policy)) == policy
-    assert decode.with_draft(kvjax.policy("int8"), f"draft({QUEST}, most=2)") == policy
-    assert decode.with_draft(kvjax.policy("int8"), policy.selection.drafts).selection.most == 4
+    assert decode.with_draft(kvjax.policy("full"), f"draft({QUEST}, most=2)") == policy
+    assert decode.with_draft(kvjax.policy("full"), policy.selection.drafts).selection.most == 4
     assert not policy.selection.acts
-    assert policy.window(512) == kvjax.policy("int8").window(512) == 128
-    assert kvjax.policy("int8(8) + draft(quest(recent=64))").window(512) == 8
     assert kvjax.policy("draft(quest(recent=64))").window(512) == 64
 
 

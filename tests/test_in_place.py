@@ -60,11 +60,10 @@ def test_no_ring_and_no_pool_is_copied(spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", ["", "int8(24) + "])
-def test_rounds_of_drafts_copy_none(storage):
+def test_rounds_of_drafts_copy_none():
     """Drafts and verification read beside the cache, and what stands is written where it belongs."""
     model = tiny.model()
-    policy = kvjax.policy(f"{storage}draft(quest(chunks=2, chunk=8, dense=0, recent=24), most=2)")
+    policy = kvjax.policy("draft(quest(chunks=2, chunk=8, dense=0, recent=24), most=2)")
     state = decode.empty(model.network, policy, rows=1, context=96, dtype=jnp.float32, page=PAGE)
     state = decode.reserve(policy, state, 64, 1)
     shapes = {

@@ -34,7 +34,7 @@ SPECS = (
     "window(8) + sinks(2)",
     "int8(8)",
     "quest(3, chunk=4, recent=8)",
-    "conf_kv(recent=8) + int8(12) + confidence(20, loose=31)",
+    "conf_kv(0.5, recent=8) + int8(12) + confidence(20, loose=31)",
     "snapkv(12) + uniform(20, every(4))",
     "kivi(2, recent=8, group=4)",
 )

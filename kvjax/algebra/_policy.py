@@ -341,11 +341,11 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             "evict between the drafted tokens, so one read could not verify them. Use a budget with "
             "when=after_prompt, or leave the draft out."
         )
-    if p.selection.drafts is not None and p.selection.splits and not p.storage.exact:
+    if p.selection.drafts is not None and not p.storage.exact:
         raise PolicyError(
-            f"{p.selection!r} keeps the prompt's ends in pages of their own, and {p.storage!r} rounds tokens "
-            "by what shares their page: the text would not be that of the policy without a draft. Draft with "
-            "sinks=0 and tail=0, as quest does, or use native storage."
+            f"{p.selection!r}: {p.storage!r} codes a token when newer ones come, and one read that verifies "
+            "several shows it exact to all of them: the text would not be that of the policy without a "
+            "draft. Use native storage, or leave the draft out."
         )
     if not p.selection.idle and p.exact_slots(window or p.ring_tokens):
         raise PolicyError(

@@ -110,7 +110,7 @@ def write(
 ) -> LayerCache:
     """The cache after the first ``count`` of T verified tokens a row, written one by one as steps do.
 
-    So codes, page summaries, φ and page tables are those that plain decoding leaves, bit for bit.
+    So page summaries, φ and page tables are those that plain decoding leaves, bit for bit.
 
     Args:
       info: which layer.
