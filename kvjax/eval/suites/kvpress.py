@@ -1,7 +1,7 @@
 """Finished cells in the layout of kvpress's results (its evaluation/evaluate.py), so that rows compare.
 
-A folder DATASET__DIR__MODEL__PRESS__RATIO, with __fraction0.100 and __compressed_questions behind it where they
-apply:
+A folder DATASET__DIR__MODEL__PRESS__RATIO, with __fraction0.100 and __compressed_questions behind it where
+they apply:
 
   metrics.json     scores by task, in percent
   predictions.csv  a line a row of the data set, without its context
