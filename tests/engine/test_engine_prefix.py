@@ -9,7 +9,7 @@ import tiny
 
 import kvjax
 from kvjax import catalogue, decode
-from kvjax.engine.prefix import Prefix, Prefixes, generated_too, shareable
+from kvjax.engine.prefix import HeldKeys, Prefix, Prefixes, generated_too, shareable
 
 CHUNK, CONTEXT = 16, 96
 RULE = {  # policy: (shared at chunk borders, generated tokens too)
@@ -48,6 +48,19 @@ def test_a_prefix_leaves_a_token_to_be_read():
     prefixes.keep(kept)
     assert prefixes.find(key, tokens[:33]) is kept
     assert prefixes.find(key, tokens[:32]) is None
+
+
+def test_keys_of_a_prompt_are_its_owners_alone():
+    tokens = np.arange(90, dtype=np.int32)
+    prefixes = Prefixes(1 << 30)
+    assert [prefixes.worth_keys(owner, tokens) for owner in ("ann", "bob", "ann")] == [False, False, True]
+    layer = np.zeros((1, 2, 90, 8), np.float32)
+    for owner in ("ann", "bob"):
+        prefixes.keep_keys(HeldKeys(tokens=tokens, owner=owner, keys=[(layer, layer)]))
+        found = prefixes.find_keys(owner, tokens, 1)
+        assert found is not None
+        assert (found[0].owner, found[1]) == (owner, 89)
+    assert prefixes.find_keys("eve", tokens, 1) is None
 
 
 def compared(state: kvjax.KVState) -> list[np.ndarray]:
