@@ -121,6 +121,8 @@ def write_shard(
     folder: Path, manifest: Manifest, shard: int, tasks: Sequence[str], arrays: dict[str, np.ndarray]
 ) -> None:
     """Writes one file of sequences, whose ``tasks`` go into the header."""
+    # safetensors writes an array's memory as it lies, whatever its strides say.
+    arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
     path = shard_path(folder, shard)
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
     notes = json.dumps({"fingerprint": manifest.fingerprint, "tasks": list(tasks)})
@@ -211,7 +213,7 @@ class Traces:
         """Arrays of one sequence.
 
         Raises:
-          TraceError: a damaged file, or values that are not finite.
+          TraceError: a damaged file, values that are not finite, or other positions than the manifest's.
         """
         path = shard_path(self.folder, index // self.manifest.shard)
         arrays = {}
@@ -226,4 +228,7 @@ class Traces:
                 raise TraceError(
                     f"{path}: {name}.{index} holds NaN or infinity. Delete it and make it again."
                 )
+        positions = self.manifest.query_positions(self.manifest.lengths[index])
+        if "at" in arrays and not np.array_equal(arrays["at"], positions):
+            raise TraceError(f"{path}: at.{index} holds other positions than its manifest. Make it again.")
         return arrays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ranker_tiny import config_at, generated_text, traced  # noqa: F401
-from safetensors.numpy import load_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax.models import decoder
@@ -58,6 +60,29 @@ def test_traces_are_what_the_models_heads_see(made, tiny_folder):
             for name, part in zip(("q", "k", "k_pre", "v"), parts):
                 np.testing.assert_allclose(one[name][layer], jnp.swapaxes(part, 0, 1), atol=2e-4)
         np.testing.assert_array_equal(one["at"], np.arange(len(one["tokens"])))
+
+
+def test_a_few_queries_are_stored_with_their_positions(tmp_path, made, tiny_folder):
+    """Arrays that are read backwards, as these positions were, must not be written as they lie in memory."""
+    path = config_at(tmp_path, tiny_folder, traces={"queries": 11, "sequences": 1, "held": 1, "shard": 2})
+    assert traces.main(["--config", str(path)]) == 0
+    few, all_of = Traces.open(tmp_path / "traces"), Traces.open(made / "traces")
+    one, whole = (t.read(0, ("tokens", "at", "q")) for t in (few, all_of))
+    np.testing.assert_array_equal(one["tokens"], whole["tokens"])
+    np.testing.assert_array_equal(one["at"], few.manifest.query_positions(len(one["tokens"])))
+    np.testing.assert_array_equal(one["q"], whole["q"][:, :, one["at"]])
+
+
+def test_positions_other_than_the_manifests_are_refused(tmp_path, made):
+    folder = tmp_path / "traces"
+    shutil.copytree(made / "traces", folder)
+    file = trace_file.shard_path(folder, 0)
+    with safe_open(file, "np") as opened:
+        notes = opened.metadata()
+    held = load_file(file)
+    save_file(held | {"at.0": held["at.0"][::-1].copy()}, file, metadata=notes)
+    with pytest.raises(trace_file.TraceError, match="at.0 holds other positions"):
+        Traces.open(folder).read(0, ("q", "at"))
 
 
 def test_the_bytes_that_are_announced_are_those_written(made):
