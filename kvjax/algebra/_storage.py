@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.algebra._part import Part
+from kvjax.cache.indexing import THERE
 from kvjax.cache.pages import Coming, Pages
 from kvjax.cache.write import scattered
 
@@ -90,7 +91,7 @@ class Storage(Part):
 
     def read(self, pages: Pages, page: Array, slot: Array) -> tuple[Array, Array]:
         """The k, v [..., H] that a read sees in these slots."""
-        return pages.k[page, slot], pages.v[page, slot]
+        return pages.k.at[page, slot].get(**THERE), pages.v.at[page, slot].get(**THERE)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.indexing import DROP
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Int, Num
 
@@ -49,7 +51,7 @@ def _selected(old: Array, slot: Array, value: Array) -> Array:
 
 
 def _plainly(old: Array, index: tuple[Array, ...], value: Array) -> Array:
-    return old.at[index].set(value, mode="drop")
+    return old.at[index].set(value, **DROP)
 
 
 def _as_bits(old: Array, index: tuple[Array, ...], value: Array) -> Array:
