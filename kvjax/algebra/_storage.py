@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.algebra._part import Part
-from kvjax.cache.indexing import THERE
 from kvjax.cache.pages import Coming, Pages
-from kvjax.cache.write import scattered
+from kvjax.cache.write import THERE, scattered
 
 if TYPE_CHECKING:
     from jaxtyping import Array

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.indexing import DROP, THERE, along, blocks, split
 from kvjax.cache.ring import Entry
+from kvjax.cache.write import DROP, THERE, along, blocks, split
 from kvjax.sharding.specs import HEADS, POOL
 from kvjax.types import EMPTY, pytree
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from kvjax.cache import pages as paging
-from kvjax.cache.indexing import THERE, along, split
 from kvjax.cache.pages import Codec, Pages, Slots, Summariser
+from kvjax.cache.write import THERE, along, split
 from kvjax.types import EMPTY
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.indexing import DROP
 from kvjax.cache.pages import Pages
+from kvjax.cache.write import DROP
 from kvjax.cache.zeros import of_slots, zeros
 from kvjax.types import EMPTY
 

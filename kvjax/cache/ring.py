@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.indexing import along, split
-from kvjax.cache.write import one_slot, scattered
+from kvjax.cache.write import along, one_slot, scattered, split
 from kvjax.cache.zeros import of_slots, zeros
 from kvjax.sharding.specs import HEADS, ROWS
 from kvjax.types import EMPTY, pytree

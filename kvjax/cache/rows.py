@@ -23,10 +23,9 @@ import jax.numpy as jnp
 from kvjax.cache import pages as paging
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
-from kvjax.cache.indexing import DROP
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.cache.write import scattered
+from kvjax.cache.write import DROP, scattered
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.sharding.specs import WHOLE, of_state
 from kvjax.types import EMPTY, pytree

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 
 from kvjax.algebra import Native, Policy, Storage
 from kvjax.cache import pages as paging
-from kvjax.cache.indexing import THERE, along, split
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import LayerCache
+from kvjax.cache.write import THERE, along, split
 from kvjax.types import EMPTY
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from kvjax.algebra import Picked, Policy, Selection, Visited
 from kvjax.cache import pages as paging
 from kvjax.cache import ring as rings
-from kvjax.cache.indexing import THERE, along, split
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Entry, Ring
 from kvjax.cache.state import LayerCache
+from kvjax.cache.write import THERE, along, split
 from kvjax.layer._info import LayerInfo, major
 from kvjax.types import pytree
 from pallas_kernels.blockwise.api import blockwise

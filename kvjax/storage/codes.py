@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.algebra import PolicyError, Storage, Switch, Whole
-from kvjax.cache.indexing import DROP, THERE
 from kvjax.cache.pages import Coming, Pages
+from kvjax.cache.write import DROP, THERE
 from pallas_kernels.ragged_decode.api import floats, turned
 
 if TYPE_CHECKING:

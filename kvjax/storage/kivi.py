@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.algebra import Argument, Policy, PolicyError, Storage, Whole
-from kvjax.cache.indexing import DROP
 from kvjax.cache.pages import Coming, Pages
+from kvjax.cache.write import DROP
 from pallas_kernels.ragged_decode.api import PAIRED, Grouped, decoded, lowest_and_step, packed, unpacked
 
 if TYPE_CHECKING:
