@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.ring import Entry
+from kvjax.cache.write import DROP, THERE, along, blocks, split
 from kvjax.sharding.specs import HEADS, POOL
 from kvjax.types import EMPTY, pytree
 
@@ -126,7 +127,7 @@ class Summariser(Protocol):
 
 def used(pages: Pages) -> Int[Array, "B K R"]:
     """Pages owned by each list."""
-    return -(-pages.length // pages.size)
+    return blocks(pages.length, pages.size)
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -183,9 +184,9 @@ def store(
         pages = codec.write(pages, page, slot, k, v, Coming(*place, coming[1]))
     pages = dataclasses.replace(
         pages,
-        pos=pages.pos.at[page, slot].set(pos, mode="drop"),
+        pos=pages.pos.at[page, slot].set(pos, **DROP),
         meta={
-            name: old.at[page, slot].set(meta[name].astype(old.dtype), mode="drop")
+            name: old.at[page, slot].set(meta[name].astype(old.dtype), **DROP)
             for name, old in pages.meta.items()
         },
         length=grown,
@@ -207,8 +208,9 @@ def _appended(
 
 def _place(pages: Pages, list_id: Int[Array, "B K T"], index: Int[Array, "B K T"]) -> tuple[Array, Array]:
     """Page and slot of these list indices; tokens without a list are out of range, so dropped by scatters."""
-    page = _page_of(pages, jnp.maximum(list_id, 0), index)
-    return jnp.where(list_id >= 0, page, pages.count), index % pages.size
+    entry, slot = split(index, pages.size)
+    page = _page_at(pages, jnp.maximum(list_id, 0), entry)
+    return jnp.where(list_id >= 0, page, pages.count), slot
 
 
 def _take_pages(pages: Pages, extra: Int[Array, "B K R"], most: int) -> tuple[Pages, Array]:
@@ -218,26 +220,26 @@ def _take_pages(pages: Pages, extra: Int[Array, "B K R"], most: int) -> tuple[Pa
     """
     size, entries = pages.size, pages.table.shape[-1]
     have = used(pages)
-    need = -(-(pages.length + extra) // size) - have
+    need = blocks(pages.length + extra, size) - have
     flat = need.reshape(-1)
     before = (jnp.cumsum(flat) - flat).reshape(need.shape)
     j = jnp.arange(-(-most // size))
     at = pages.n_free - 1 - (before[..., None] + j)
     entry = have[..., None] + j
     granted = (j < need[..., None]) & (at >= 0) & (entry < entries)
-    ids = jnp.where(granted, pages.free[jnp.maximum(at, 0)], pages.count)
+    ids = jnp.where(granted, pages.free.at[jnp.maximum(at, 0)].get(**THERE), pages.count)
     b, k = _streams(pages)
     r = jnp.arange(need.shape[2])[:, None]
     entry = jnp.where(granted, entry, entries)
-    table = pages.table.at[b[..., None], k[..., None], r, entry].set(ids, mode="drop")
+    table = pages.table.at[b[..., None], k[..., None], r, entry].set(ids, **DROP)
     short = jnp.any((j < need[..., None]) & ~granted)
     total = flat.sum()
     pages = dataclasses.replace(
         pages,
         table=table,
-        refs=pages.refs.at[ids].add(1, mode="drop"),
+        refs=pages.refs.at[ids].add(1, **DROP),
         # A page starts its life with scale zero: the first token sets it.
-        scales=jax.tree.map(lambda x: x.at[ids].set(0, mode="drop"), pages.scales),
+        scales=jax.tree.map(lambda x: x.at[ids].set(0, **DROP), pages.scales),
         n_free=jnp.maximum(pages.n_free - total, 0),
         overflow=pages.overflow | short,
     )
@@ -250,12 +252,11 @@ def _streams(pages: Pages) -> tuple[Array, Array]:
     return jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None]
 
 
-def _page_of(pages: Pages, list_id: Array, index: Array) -> Array:
-    """Pool page that holds list index ``index`` of list ``list_id``; out of range when there is none."""
+def _page_at(pages: Pages, list_id: Array, entry: Array) -> Array:
+    """Pool page that is entry ``entry`` of list ``list_id``; out of range when there is none."""
     entries = pages.table.shape[-1]
-    entry = index // pages.size
     b, k = _streams(pages)
-    page = pages.table[b, k, list_id, jnp.minimum(entry, entries - 1)]
+    page = pages.table.at[b, k, list_id, jnp.minimum(entry, entries - 1)].get(**THERE)
     return jnp.where((entry < entries) & (page >= 0), page, pages.count)
 
 
@@ -266,10 +267,10 @@ def _summarise(pages: Pages, codec: Codec, chooser: Summariser, touched: Array |
     page = jnp.arange(pages.count) if touched is None else touched.reshape(-1)
     slot = jnp.arange(pages.size)
     k, _ = codec.read(pages, jnp.minimum(page, pages.count - 1)[:, None], slot[None, :])
-    fill = fills(pages)[jnp.minimum(page, pages.count - 1)]
+    fill = fills(pages).at[jnp.minimum(page, pages.count - 1)].get(**THERE)
     fresh = chooser.summarise(k, slot[None, :] < fill[:, None])
     return dataclasses.replace(
-        pages, summary={n: old.at[page].set(fresh[n], mode="drop") for n, old in pages.summary.items()}
+        pages, summary={n: old.at[page].set(fresh[n], **DROP) for n, old in pages.summary.items()}
     )
 
 
@@ -278,7 +279,7 @@ def fills(pages: Pages) -> Int[Array, " P"]:
     entries = pages.table.shape[-1]
     fill = jnp.clip(pages.length[..., None] - jnp.arange(entries) * pages.size, 0, pages.size)
     ids = jnp.where((pages.table >= 0) & (fill > 0), pages.table, pages.count)
-    return jnp.zeros(pages.count, jnp.int32).at[ids].set(fill, mode="drop")
+    return jnp.zeros(pages.count, jnp.int32).at[ids].set(fill, **DROP)
 
 
 # --- looking -------------------------------------------------------------------------------------
@@ -310,9 +311,12 @@ def slots(pages: Pages) -> Slots:
     ids = jnp.maximum(pages.table, 0)
     flat = (rows, heads, lists * entries * pages.size)
     return Slots(
-        pos=jnp.where(live, pages.pos[ids].reshape(flat), EMPTY),
+        pos=jnp.where(live, pages.pos.at[ids].get(**THERE).reshape(flat), EMPTY),
         live=live,
-        meta={name: value[ids].reshape(*flat, *value.shape[2:]) for name, value in pages.meta.items()},
+        meta={
+            name: value.at[ids].get(**THERE).reshape(*flat, *value.shape[2:])
+            for name, value in pages.meta.items()
+        },
     )
 
 
@@ -322,7 +326,7 @@ def with_meta(pages: Pages, values: dict[str, Float[Array, "B K C"]]) -> Pages:
     owned = jnp.arange(entries) < used(pages)[..., None]
     ids = jnp.where(owned, pages.table, pages.count)  # out of range: dropped
     shape = (*pages.table.shape, pages.size)
-    new = {n: pages.meta[n].at[ids].set(x.reshape(shape), mode="drop") for n, x in values.items()}
+    new = {n: pages.meta[n].at[ids].set(x.reshape(shape), **DROP) for n, x in values.items()}
     return dataclasses.replace(pages, meta=pages.meta | new)
 
 
@@ -334,20 +338,19 @@ def remove(pages: Pages, codec: Codec, chooser: Summariser, victim: Int[Array, "
 
     The list's last token moves into the hole, and a page emptied by that returns to the pool.
     """
-    span = pages.span
-    hit = victim >= 0
-    list_id = jnp.where(hit, victim // span, 0)[..., None]  # [B, K, 1]
-    hole = jnp.where(hit, victim % span, 0)[..., None]
-    length = jnp.take_along_axis(pages.length, list_id, axis=2)
+    hit = (victim >= 0)[..., None]  # [B, K, 1]
+    list_id, hole = split(jnp.maximum(victim, 0)[..., None], pages.span)
+    length = along(pages.length, list_id, axis=2)
     last = jnp.maximum(length - 1, 0)
-    source, target = _page_of(pages, list_id, last), _page_of(pages, list_id, hole)
-    moves = hit[..., None] & (hole != last)
-    pages = _move(pages, codec, source, last % pages.size, jnp.where(moves, target, pages.count), hole)
-    shorter = jnp.where(hit[..., None], last, length)
-    emptied = hit[..., None] & (shorter % pages.size == 0)
-    pages = _give_back(pages, list_id, last // pages.size, jnp.where(emptied, source, pages.count))
+    (entry, slot), (of_hole, hole_slot) = split(last, pages.size), split(hole, pages.size)
+    source, target = _page_at(pages, list_id, entry), _page_at(pages, list_id, of_hole)
+    moves = hit & (hole != last)
+    pages = _move(pages, codec, source, slot, jnp.where(moves, target, pages.count), hole_slot)
+    emptied = hit & (slot == 0)
+    pages = _give_back(pages, list_id, entry, jnp.where(emptied, source, pages.count))
     b, k = _streams(pages)
-    pages = dataclasses.replace(pages, length=pages.length.at[b, k, list_id].set(shorter))
+    shorter = jnp.where(hit, last, length)
+    pages = dataclasses.replace(pages, length=pages.length.at[b, k, list_id].set(shorter, **DROP))
     return _summarise(pages, codec, chooser, jnp.concatenate([target, source], axis=-1))
 
 
@@ -355,12 +358,13 @@ def _move(pages: Pages, codec: Codec, source: Array, at: Array, target: Array, h
     """Copy slot ``at`` of page ``source`` over slot ``hole`` of page ``target``; keys, values, everything."""
     clip = jnp.minimum(source, pages.count - 1)
     k, v = codec.read(pages, clip, at)
-    slot = hole % pages.size
-    pages = codec.write(pages, target, slot, k, v)
+    pages = codec.write(pages, target, hole, k, v)
+
+    def moved(x: Array) -> Array:
+        return x.at[target, hole].set(x.at[clip, at].get(**THERE), **DROP)
+
     return dataclasses.replace(
-        pages,
-        pos=pages.pos.at[target, slot].set(pages.pos[clip, at], mode="drop"),
-        meta={n: x.at[target, slot].set(x[clip, at], mode="drop") for n, x in pages.meta.items()},
+        pages, pos=moved(pages.pos), meta={name: moved(x) for name, x in pages.meta.items()}
     )
 
 
@@ -381,7 +385,7 @@ def retain(pages: Pages, codec: Codec, chooser: Summariser, keep: Bool[Array, "B
     inside = at < length[..., None]
     pages = _fill(pages, codec, _places(~keep & inside), _places(keep & ~inside))
     entry = jnp.arange(entries)
-    emptied = (entry >= -(-length // pages.size)[..., None]) & (entry < used(pages)[..., None])
+    emptied = (entry >= blocks(length, pages.size)[..., None]) & (entry < used(pages)[..., None])
     gone = jnp.where(emptied, pages.table, pages.count).reshape(rows, heads, -1)
     list_id = jnp.repeat(jnp.arange(lists), entries)
     pages = _give_back(pages, list_id, jnp.tile(entry, lists), gone)
@@ -409,9 +413,9 @@ def _fill(pages: Pages, codec: Codec, hole: Int[Array, "B K R J"], source: Int[A
     def some(carry: tuple[Array, Pages]) -> tuple[Array, Pages]:
         begin, pages = carry
         pairs = (jax.lax.dynamic_slice_in_dim(x, begin, MOVES, axis=3) for x in (hole, source))
-        to, start = (x.reshape(rows, heads, -1) for x in pairs)
-        target, origin = _page_of(pages, list_id, to), _page_of(pages, list_id, start)
-        return begin + MOVES, _move(pages, codec, origin, start % pages.size, target, to)
+        (to, into), (start, at) = (split(x.reshape(rows, heads, -1), pages.size) for x in pairs)
+        target, origin = _page_at(pages, list_id, to), _page_at(pages, list_id, start)
+        return begin + MOVES, _move(pages, codec, origin, at, target, into)
 
     return jax.lax.while_loop(lambda carry: carry[0] < holes, some, (jnp.asarray(0), pages))[1]
 
@@ -426,9 +430,9 @@ def _give_back(pages: Pages, list_id: Array, entry: Array, page: Array) -> Pages
     b, k = _streams(pages)
     return dataclasses.replace(
         pages,
-        table=pages.table.at[b, k, list_id, entry].set(EMPTY, mode="drop"),
-        refs=pages.refs.at[flat].add(-1, mode="drop"),
-        free=pages.free.at[jnp.where(gone, top, pages.count)].set(flat, mode="drop"),
+        table=pages.table.at[b, k, list_id, entry].set(EMPTY, **DROP),
+        refs=pages.refs.at[flat].add(-1, **DROP),
+        free=pages.free.at[jnp.where(gone, top, pages.count)].set(flat, **DROP),
         n_free=pages.n_free + gone.sum(),
     )
 
@@ -438,10 +442,10 @@ def clear(pages: Pages, gone: Bool[Array, " B"]) -> Pages:
     entries = pages.table.shape[-1]
     owned = (jnp.arange(entries) < used(pages)[..., None]) & gone[:, None, None, None]
     flat = jnp.where(owned, pages.table, pages.count).reshape(-1)
-    refs = pages.refs.at[flat].add(-1, mode="drop")
+    refs = pages.refs.at[flat].add(-1, **DROP)
     # A page that several of these rows share returns once: where it is named last.
     at = jnp.arange(flat.size)
-    last = jnp.zeros(pages.count, jnp.int32).at[flat].max(at, mode="drop")
+    last = jnp.zeros(pages.count, jnp.int32).at[flat].max(at, **DROP)
     named = jnp.minimum(flat, pages.count - 1)
     back = (flat < pages.count) & (refs[named] == 0) & (last[named] == at)
     top = pages.n_free + jnp.cumsum(back) - 1
@@ -450,6 +454,6 @@ def clear(pages: Pages, gone: Bool[Array, " B"]) -> Pages:
         table=jnp.where(gone[:, None, None, None], EMPTY, pages.table),
         length=jnp.where(gone[:, None, None], 0, pages.length),
         refs=refs,
-        free=pages.free.at[jnp.where(back, top, pages.count)].set(flat, mode="drop"),
+        free=pages.free.at[jnp.where(back, top, pages.count)].set(flat, **DROP),
         n_free=pages.n_free + back.sum(),
     )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from kvjax.cache import pages as paging
 from kvjax.cache.pages import Codec, Pages, Slots, Summariser
+from kvjax.cache.write import THERE, along, split
 from kvjax.types import EMPTY
 
 if TYPE_CHECKING:
@@ -94,6 +95,6 @@ def read(pools: Pools, codecs: Codecs, at: Int[Array, "B K T"]) -> tuple[Array, 
 def _read(pages: Pages, codec: Codec, at: Int[Array, "B K T"]) -> tuple[Array, Array, Array]:
     at = jnp.clip(at, 0, _span(pages) - 1)
     lists = pages.table.reshape(*at.shape[:2], -1)  # the lists of a KV head, one after the other
-    page = jnp.maximum(jnp.take_along_axis(lists, at // pages.size, axis=-1), 0)
-    slot = at % pages.size
-    return *codec.read(pages, page, slot), pages.pos[page, slot]
+    entry, slot = split(at, pages.size)
+    page = jnp.maximum(along(lists, entry, axis=-1), 0)
+    return *codec.read(pages, page, slot), pages.pos.at[page, slot].get(**THERE)

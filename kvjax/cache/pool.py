@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.pages import Pages
+from kvjax.cache.write import DROP
 from kvjax.cache.zeros import of_slots, zeros
 from kvjax.types import EMPTY
 
@@ -241,7 +242,7 @@ def pick_rows(pages: Pages, index: jnp.ndarray, count: int) -> Pages:
     rank = jnp.cumsum(flat) - 1
     total = flat.sum()
     fresh = jnp.where(flat, rank, count)
-    origin = jnp.zeros(count, jnp.int32).at[fresh].set(jnp.maximum(table, 0).reshape(-1), mode="drop")
+    origin = jnp.zeros(count, jnp.int32).at[fresh].set(jnp.maximum(table, 0).reshape(-1), **DROP)
     owned = jnp.arange(count) < total
     n_free = count - total
     return dataclasses.replace(

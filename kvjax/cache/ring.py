@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.write import one_slot, scattered
+from kvjax.cache.write import along, one_slot, scattered, split
 from kvjax.cache.zeros import of_slots, zeros
 from kvjax.sharding.specs import HEADS, ROWS
 from kvjax.types import EMPTY, pytree
@@ -119,7 +119,7 @@ def empty(
 def positions(length: Int[Array, " B"], window: int) -> Int[Array, "B W"]:
     """The position each slot holds after ``length`` tokens, EMPTY where none was written yet."""
     last = length[:, None] - 1
-    pos = last - (last - jnp.arange(window)[None, :]) % window
+    pos = last - split(last - jnp.arange(window)[None, :] + window, window)[1]
     return jnp.where((pos >= 0) & (last >= 0), pos, EMPTY)
 
 
@@ -139,7 +139,7 @@ def put(ring: Ring, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"
         heads, slots = old.shape[1:3]
         stays = (step < count[:, None]) & (step >= count[:, None] - slots)
         # Out-of-range slots are dropped by the scatter; two tokens of one call never share a slot.
-        slot = jnp.where(stays, (length[:, None] + step) % slots, slots)
+        slot = jnp.where(stays, split(length[:, None] + step, slots)[1], slots)
         if t == 1:
             return one_slot(old, slot[:, 0], value)
         # Every index is given: a scatter over a sliced axis makes XLA on CPU copy the ring twice a step.
@@ -165,7 +165,7 @@ def newest(q: Float[Array, "B N T H"], count: Int[Array, " B"], slots: int) -> F
       slots: Q.
     """
     at = jnp.maximum(positions(count, slots), 0)
-    return jnp.take_along_axis(q, at[:, None, :, None], axis=2)
+    return along(q, at[:, None, :, None], axis=2)
 
 
 def leaving(ring: Ring, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"]) -> Entry:
@@ -183,11 +183,11 @@ def leaving(ring: Ring, new: Entry, length: Int[Array, " B"], count: Int[Array, 
     pos = length[:, None] - w + jnp.arange(t)[None, :]
     pos = jnp.where((pos >= 0) & (jnp.arange(t)[None, :] < count[:, None]), pos, EMPTY)
     from_ring, from_chunk = min(t, w), max(0, t - w)
-    slot = (length[:, None] + jnp.arange(from_ring)[None, :]) % w  # (length - W + c) mod W
+    slot = split(length[:, None] + jnp.arange(from_ring)[None, :], w)[1]  # (length - W + c) mod W
 
     def gather(old: Array, value: Array) -> Array:
         index = slot.reshape(slot.shape[0], 1, from_ring, *([1] * (old.ndim - 3)))
-        out = jnp.take_along_axis(old, index, axis=2)
+        out = along(old, index, axis=2)
         return jnp.concatenate([out, value[:, :, :from_chunk]], axis=2) if from_chunk else out
 
     return Entry(
@@ -210,12 +210,12 @@ def following(ring: Ring, new: Entry, length: Int[Array, " B"], count: Int[Array
     pos = (length + count - w)[:, None] + jnp.arange(most)[None, :]
     pos = jnp.where((pos >= 0) & (pos < (length + count)[:, None]), pos, EMPTY)
     old = (pos < length[:, None])[:, None]
-    slot, at = (pos % w)[:, None], jnp.clip(pos - length[:, None], 0, t - 1)[:, None]
+    slot, at = split(jnp.maximum(pos, 0), w)[1][:, None], jnp.clip(pos - length[:, None], 0, t - 1)[:, None]
 
     def gather(held: Array, arriving: Array) -> Array:
         more = [1] * (held.ndim - 3)
         first, then = (
-            jnp.take_along_axis(x, index.reshape(*index.shape, *more), axis=2)
+            along(x, index.reshape(*index.shape, *more), axis=2)
             for x, index in ((held, slot), (arriving, at))
         )
         return jnp.where(old.reshape(*old.shape, *more), first, then.astype(first.dtype))

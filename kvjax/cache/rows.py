@@ -25,7 +25,7 @@ from kvjax.cache import pool
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.cache.write import scattered
+from kvjax.cache.write import DROP, scattered
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.sharding.specs import WHOLE, of_state
 from kvjax.types import EMPTY, pytree
@@ -104,16 +104,16 @@ def _insert_pages(
         lent = owned & (jnp.arange(theirs) < loan[1][..., None])
         copied = owned & ~lent
     names = jnp.where(copied, source.table[0], source.count)
-    taken = jnp.zeros(source.count, bool).at[names.reshape(-1)].set(True, mode="drop")
+    taken = jnp.zeros(source.count, bool).at[names.reshape(-1)].set(True, **DROP)
     at = pages.n_free - jnp.cumsum(taken)  # the i-th owned page takes the i-th from the top of the stack
     fresh = jnp.where(taken & (at >= 0), pages.free[jnp.maximum(at, 0)], pages.count)
     table = jnp.where(copied, fresh[jnp.minimum(names, source.count - 1)], EMPTY)[..., :entries]
     table = jnp.pad(table, ((0, 0), (0, 0), (0, max(0, entries - theirs))), constant_values=EMPTY)
-    refs = pages.refs.at[fresh].add(1, mode="drop")
+    refs = pages.refs.at[fresh].add(1, **DROP)
     if loan is not None:
         lent = jnp.pad(lent[..., :entries], ((0, 0), (0, 0), (0, max(0, entries - theirs))))
         table = jnp.where(lent, pages.table[loan[0]], table)
-        refs = refs.at[jnp.where(lent, table, pages.count)].add(1, mode="drop")
+        refs = refs.at[jnp.where(lent, table, pages.count)].add(1, **DROP)
     total = taken.sum()
     lost = (total > pages.n_free) | owned[..., entries:].any() | source.overflow
 

@@ -26,6 +26,7 @@ from kvjax.algebra import Native, Policy, Storage
 from kvjax.cache import pages as paging
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import LayerCache
+from kvjax.cache.write import THERE, along, split
 from kvjax.types import EMPTY
 
 if TYPE_CHECKING:
@@ -86,12 +87,12 @@ def _copied(policy: Policy, pages: Pages, codes: Pages, excess: Int[Array, "B K"
     """The codes with the oldest exact slots among them."""
     at = _oldest(pages, excess, most)
     near = jnp.maximum(at, 0)
-    page = jnp.maximum(jnp.take_along_axis(pages.table[:, :, 0], near // pages.size, axis=-1), 0)
-    slot = near % pages.size
+    entry, slot = split(near, pages.size)
+    page = jnp.maximum(along(pages.table[:, :, 0], entry, axis=-1), 0)
     k, v = EXACT.read(pages, page, slot)
-    meta = {name: x[page, slot] for name, x in pages.meta.items()}
+    pos, meta = jax.tree.map(lambda x: x.at[page, slot].get(**THERE), (pages.pos, pages.meta))
     list_id = jnp.where(at >= 0, 0, EMPTY)
-    return paging.store(codes, policy.storage, policy.selection, list_id, k, v, pages.pos[page, slot], meta)
+    return paging.store(codes, policy.storage, policy.selection, list_id, k, v, pos, meta)
 
 
 def _without(policy: Policy, pages: Pages, excess: Int[Array, "B K"], most: int) -> Pages:

@@ -17,6 +17,7 @@ from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Entry, Ring
 from kvjax.cache.state import LayerCache
+from kvjax.cache.write import THERE, along, split
 from kvjax.layer._info import LayerInfo, major
 from kvjax.types import pytree
 from pallas_kernels.blockwise.api import blockwise
@@ -198,19 +199,19 @@ def _live(pages: Pages, list_id: int, picked: Picked) -> Bool[Array, "B K J U"]:
 def _visited(policy: Policy, pages: Pages, list_id: int, picked: Picked) -> Visited:
     """The slots of the picked units as they are stored, gathered once."""
     at = _slots(pages, picked)
-    entry, slot = at[..., 0] // pages.size, at % pages.size
-    page = jnp.maximum(jnp.take_along_axis(pages.table[:, :, list_id], entry, axis=-1), 0)
+    entries, slot = split(at, pages.size)
+    page = jnp.maximum(along(pages.table[:, :, list_id], entries[..., 0], axis=-1), 0)
     if policy.storage.scaled:
         k, v = policy.storage.read(pages, page[..., None], slot)
     else:  # whole units at a time: the pool of pages is a pool of smaller pages, too
         unit = at.shape[-1]
         which = page * (pages.size // unit) + slot[..., 0] // unit
-        k, v = (x.reshape(-1, unit, x.shape[-1])[which] for x in (pages.k, pages.v))
+        k, v = (x.reshape(-1, unit, x.shape[-1]).at[which].get(**THERE) for x in (pages.k, pages.v))
     flat = (*at.shape[:2], -1)
     return Visited(
         k=k.reshape(*flat, k.shape[-1]),
         v=v.reshape(*flat, v.shape[-1]),
-        pos=pages.pos[page[..., None], slot].reshape(flat),
+        pos=pages.pos.at[page[..., None], slot].get(**THERE).reshape(flat),
         live=_live(pages, list_id, picked).reshape(flat),
     )
 
@@ -305,12 +306,12 @@ def attend_since(
     """
     held, (w, t) = rings.live(length, ring.window)[:, None], (ring.window, q.shape[2])
     place = jnp.arange(w + t)
-    at = jnp.where(place < held, (length[:, None] - held + place) % w, w + place - held)
+    at = jnp.where(place < held, split(length[:, None] - held + place, w)[1], w + place - held)
     at = jnp.minimum(at, w + t - 1)[:, None]
 
     def joined(old: Array, late: Array) -> Array:
         index = at[..., None] if old.ndim > 3 else at
-        return jnp.take_along_axis(jnp.concatenate([old, late], axis=2), index, axis=2)
+        return along(jnp.concatenate([old, late], axis=2), index, axis=2)
 
     k, v, bits = joined(ring.k, new.k), joined(ring.v, new.v), joined(ring.admit, new.admit)
     first = held[:, 0]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from kvjax.algebra import PolicyError, Storage, Switch, Whole
 from kvjax.cache.pages import Coming, Pages
+from kvjax.cache.write import DROP, THERE
 from pallas_kernels.ragged_decode.api import floats, turned
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Coded(Storage):
         """Grows the scales of the pages written to, requantises these pages and writes the new codes."""
         kv = jnp.stack([k, v], axis=-2).astype(jnp.float32)  # [..., 2, H]
         kv = turned(kv) if self.hadamard else kv
-        grown = pages.scales.at[page].max(self.scale(jnp.abs(kv)), mode="drop")
+        grown = pages.scales.at[page].max(self.scale(jnp.abs(kv)), **DROP)
         shrink = jnp.where(grown > 0, pages.scales / jnp.where(grown > 0, grown, 1.0), 1.0)
         pages = dataclasses.replace(pages, scales=grown)
         if page.shape[-1] == 1:  # one token per KV head: requantise its page only
@@ -79,24 +80,27 @@ class Coded(Storage):
             old = (self.rounded(floats(c) * shrink[:, None, i]) for i, c in enumerate((pages.k, pages.v)))
             pages = dataclasses.replace(pages, k=next(old), v=next(old))
         near = jnp.minimum(page, pages.count - 1)
-        codes = self.rounded(kv / jnp.where(grown[near] > 0, grown[near], 1.0))
+        scale = grown.at[near].get(**THERE)
+        codes = self.rounded(kv / jnp.where(scale > 0, scale, 1.0))
         return dataclasses.replace(
             pages,
-            k=pages.k.at[page, slot].set(codes[..., 0, :], mode="drop"),
-            v=pages.v.at[page, slot].set(codes[..., 1, :], mode="drop"),
+            k=pages.k.at[page, slot].set(codes[..., 0, :], **DROP),
+            v=pages.v.at[page, slot].set(codes[..., 1, :], **DROP),
         )
 
     def read(self, pages: Pages, page: Array, slot: Array) -> tuple[Array, Array]:
         """Codes times scales, turned back, in float32."""
-        scale = pages.scales[page]
-        k, v = (floats(x[page, slot]) * scale[..., i, :] for i, x in enumerate((pages.k, pages.v)))
+        scale, held = pages.scales.at[page].get(**THERE), (pages.k, pages.v)
+        k, v = (floats(x.at[page, slot].get(**THERE)) * scale[..., i, :] for i, x in enumerate(held))
         return (turned(k), turned(v)) if self.hadamard else (k, v)
 
     def _requantise(self, pages: Pages, page: Array, shrink: Array) -> Pages:
         """Rescales the codes of these pages; ignores pages out of range."""
         near = jnp.minimum(page, pages.count - 1)
-        factor = shrink[near]  # [Q, 2, H]
-        k, v = (self.rounded(floats(c[near]) * factor[:, None, i]) for i, c in enumerate((pages.k, pages.v)))
-        return dataclasses.replace(
-            pages, k=pages.k.at[page].set(k, mode="drop"), v=pages.v.at[page].set(v, mode="drop")
-        )
+        factor = shrink.at[near].get(**THERE)  # [Q, 2, H]
+
+        def rescaled(codes: Array, i: int) -> Array:
+            fresh = self.rounded(floats(codes.at[near].get(**THERE)) * factor[:, None, i])
+            return codes.at[page].set(fresh, **DROP)
+
+        return dataclasses.replace(pages, k=rescaled(pages.k, 0), v=rescaled(pages.v, 1))

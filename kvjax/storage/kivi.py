@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from kvjax.algebra import Argument, Policy, PolicyError, Storage, Whole
 from kvjax.cache.pages import Coming, Pages
+from kvjax.cache.write import DROP
 from pallas_kernels.ragged_decode.api import PAIRED, Grouped, decoded, lowest_and_step, packed, unpacked
 
 if TYPE_CHECKING:
@@ -106,8 +107,8 @@ class Kivi(Storage):
         codes = self._encoded(parts, steps, -1).reshape(v.shape)
         return dataclasses.replace(
             pages,
-            v=pages.v.at[page, slot].set(packed(codes, self.bits), mode="drop"),
-            scales=pages.scales._replace(v=pages.scales.v.at[page, slot].set(steps, mode="drop")),
+            v=pages.v.at[page, slot].set(packed(codes, self.bits), **DROP),
+            scales=pages.scales._replace(v=pages.scales.v.at[page, slot].set(steps, **DROP)),
         )
 
     def read(self, pages: Pages, page: Array, slot: Array) -> tuple[Array, Array]:
@@ -135,8 +136,8 @@ class Kivi(Storage):
         codes = packed(self._encoded(keys, new, -2), self.bits)
         return dataclasses.replace(
             pages,
-            k=pages.k.at[page[..., None], at].set(codes, mode="drop"),
-            scales=pages.scales._replace(k=pages.scales.k.at[page, group].set(new, mode="drop")),
+            k=pages.k.at[page[..., None], at].set(codes, **DROP),
+            scales=pages.scales._replace(k=pages.scales.k.at[page, group].set(new, **DROP)),
         )
 
     def _keys(
@@ -144,19 +145,19 @@ class Kivi(Storage):
     ) -> Pages:
         """Several keys per KV head, of one group or of many."""
         old, group = pages.scales.k, slot // self.group
-        low = jnp.full(old[:, :, 0].shape, jnp.inf).at[page, group].min(k, mode="drop")
-        high = jnp.full(low.shape, -jnp.inf).at[page, group].max(k, mode="drop")
+        low = jnp.full(old[:, :, 0].shape, jnp.inf).at[page, group].min(k, **DROP)
+        high = jnp.full(low.shape, -jnp.inf).at[page, group].max(k, **DROP)
         if coming is not None:  # only where a key opens or continues the group now
             place, touched = (coming.page, coming.slot // self.group), jnp.isfinite(low).any(axis=-1)
             now = jnp.where(touched.at[place].get(mode="fill", fill_value=False), coming.page, pages.count)
-            low = low.at[now, place[1]].min(coming.k.astype(jnp.float32), mode="drop")
-            high = high.at[now, place[1]].max(coming.k.astype(jnp.float32), mode="drop")
+            low = low.at[now, place[1]].min(coming.k.astype(jnp.float32), **DROP)
+            high = high.at[now, place[1]].max(coming.k.astype(jnp.float32), **DROP)
         new = self._widened(old, low, high)
         pages = dataclasses.replace(pages, scales=pages.scales._replace(k=new))
         pages = self._again(pages, old, ((old[:, :, 1:] > 0) & (old != new)).any(axis=(1, 2, 3)))
         near = jnp.minimum(page, pages.count - 1)
         codes = packed(self._encoded(k, new[near, group]), self.bits)
-        return dataclasses.replace(pages, k=pages.k.at[page, slot].set(codes, mode="drop"))
+        return dataclasses.replace(pages, k=pages.k.at[page, slot].set(codes, **DROP))
 
     def _again(self, pages: Pages, old: Float[Array, "P g 2 H"], changed: Array) -> Pages:
         """The keys of the changed pages in codes of their new ranges, page by page."""

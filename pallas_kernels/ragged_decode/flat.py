@@ -51,9 +51,13 @@ def owners(
     ids, live = ids.reshape(kv_heads, m), live.reshape(kv_heads, m).astype(jnp.int32)
     entry = jnp.arange(kv_heads * m, dtype=jnp.int32).reshape(kv_heads, m)
     nobody = jnp.full(pool, kv_heads * m, jnp.int32)
-    of = nobody.at[jnp.where(live > 0, ids, pool).reshape(-1)].set(entry.reshape(-1), mode="drop")
-    lost = jnp.any((live > 0) & (of[ids] != entry), axis=1)
-    return Owners(of // m, jnp.take(live.reshape(-1), of, mode="fill", fill_value=0)), lost
+    at = jnp.where(live > 0, ids, pool).reshape(-1)
+    of = nobody.at[at].set(entry.reshape(-1), mode="drop", wrap_negative_indices=False)
+    last = of.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    lost = jnp.any((live > 0) & (last != entry), axis=1)
+    return Owners(
+        jax.lax.div(of, jnp.full_like(of, m)), jnp.take(live.reshape(-1), of, mode="fill", fill_value=0)
+    ), lost
 
 
 class Chunks(NamedTuple):

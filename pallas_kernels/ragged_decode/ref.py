@@ -26,7 +26,7 @@ def page_lists(lists: Lists, pool: int, slots: int) -> tuple[Int[Array, "B K J"]
     m = jnp.arange(table.shape[2], dtype=jnp.int32)[None, None, :] if pages is None else pages
     there = (m >= 0) & (m < table.shape[2])
     m = jnp.where(there, m, 0)
-    ids = table if pages is None else jnp.take_along_axis(table, m, axis=2)
+    ids = table if pages is None else jnp.take_along_axis(table, m, axis=2, mode="promise_in_bounds")
     there &= (ids >= 0) & (ids < pool)
     live = jnp.where(there, jnp.clip(length[:, :, None] - m * slots, 0, slots), 0)
     return jnp.where(live > 0, ids, 0), live
