@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvjax.algebra._part import Part
 from kvjax.cache.pages import Coming, Pages
-from kvjax.cache.write import THERE, scattered
+from kvjax.cache.write import scattered, there
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -90,7 +90,7 @@ class Storage(Part):
 
     def read(self, pages: Pages, page: Array, slot: Array) -> tuple[Array, Array]:
         """The k, v [..., H] that a read sees in these slots."""
-        return pages.k.at[page, slot].get(**THERE), pages.v.at[page, slot].get(**THERE)
+        return there(pages.k, page, slot), there(pages.v, page, slot)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.ring import Entry
-from kvjax.cache.write import DROP, THERE, along, blocks, split
+from kvjax.cache.write import DROP, along, blocks, split, there
 from kvjax.sharding.specs import HEADS, POOL
 from kvjax.types import EMPTY, pytree
 
@@ -227,7 +227,7 @@ def _take_pages(pages: Pages, extra: Int[Array, "B K R"], most: int) -> tuple[Pa
     at = pages.n_free - 1 - (before[..., None] + j)
     entry = have[..., None] + j
     granted = (j < need[..., None]) & (at >= 0) & (entry < entries)
-    ids = jnp.where(granted, pages.free.at[jnp.maximum(at, 0)].get(**THERE), pages.count)
+    ids = jnp.where(granted, there(pages.free, jnp.maximum(at, 0)), pages.count)
     b, k = _streams(pages)
     r = jnp.arange(need.shape[2])[:, None]
     entry = jnp.where(granted, entry, entries)
@@ -256,7 +256,7 @@ def _page_at(pages: Pages, list_id: Array, entry: Array) -> Array:
     """Pool page that is entry ``entry`` of list ``list_id``; out of range when there is none."""
     entries = pages.table.shape[-1]
     b, k = _streams(pages)
-    page = pages.table.at[b, k, list_id, jnp.minimum(entry, entries - 1)].get(**THERE)
+    page = there(pages.table, b, k, list_id, jnp.minimum(entry, entries - 1))
     return jnp.where((entry < entries) & (page >= 0), page, pages.count)
 
 
@@ -267,7 +267,7 @@ def _summarise(pages: Pages, codec: Codec, chooser: Summariser, touched: Array |
     page = jnp.arange(pages.count) if touched is None else touched.reshape(-1)
     slot = jnp.arange(pages.size)
     k, _ = codec.read(pages, jnp.minimum(page, pages.count - 1)[:, None], slot[None, :])
-    fill = fills(pages).at[jnp.minimum(page, pages.count - 1)].get(**THERE)
+    fill = there(fills(pages), jnp.minimum(page, pages.count - 1))
     fresh = chooser.summarise(k, slot[None, :] < fill[:, None])
     return dataclasses.replace(
         pages, summary={n: old.at[page].set(fresh[n], **DROP) for n, old in pages.summary.items()}
@@ -311,12 +311,9 @@ def slots(pages: Pages) -> Slots:
     ids = jnp.maximum(pages.table, 0)
     flat = (rows, heads, lists * entries * pages.size)
     return Slots(
-        pos=jnp.where(live, pages.pos.at[ids].get(**THERE).reshape(flat), EMPTY),
+        pos=jnp.where(live, there(pages.pos, ids).reshape(flat), EMPTY),
         live=live,
-        meta={
-            name: value.at[ids].get(**THERE).reshape(*flat, *value.shape[2:])
-            for name, value in pages.meta.items()
-        },
+        meta={name: there(value, ids).reshape(*flat, *value.shape[2:]) for name, value in pages.meta.items()},
     )
 
 
@@ -361,7 +358,7 @@ def _move(pages: Pages, codec: Codec, source: Array, at: Array, target: Array, h
     pages = codec.write(pages, target, hole, k, v)
 
     def moved(x: Array) -> Array:
-        return x.at[target, hole].set(x.at[clip, at].get(**THERE), **DROP)
+        return x.at[target, hole].set(there(x, clip, at), **DROP)
 
     return dataclasses.replace(
         pages, pos=moved(pages.pos), meta={name: moved(x) for name, x in pages.meta.items()}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from kvjax.cache import pages as paging
 from kvjax.cache.pages import Codec, Pages, Slots, Summariser
-from kvjax.cache.write import THERE, along, split
+from kvjax.cache.write import along, split, there
 from kvjax.types import EMPTY
 
 if TYPE_CHECKING:
@@ -97,4 +97,4 @@ def _read(pages: Pages, codec: Codec, at: Int[Array, "B K T"]) -> tuple[Array, A
     lists = pages.table.reshape(*at.shape[:2], -1)  # the lists of a KV head, one after the other
     entry, slot = split(at, pages.size)
     page = jnp.maximum(along(lists, entry, axis=-1), 0)
-    return *codec.read(pages, page, slot), pages.pos.at[page, slot].get(**THERE)
+    return *codec.read(pages, page, slot), there(pages.pos, page, slot)

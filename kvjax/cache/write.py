@@ -4,7 +4,7 @@ A place is never negative here, and in range or meant to be dropped. ``x[i]``, `
 does: a negative index counts from the end, a read out of range is filled, a quotient is rounded down. That is
 up to forty operations each, and XLA copies them into every fusion that uses the place. So:
 
-  ``x.at[i].get(**THERE)``    every place is in range
+  ``there(x, i)``             every place is in range
   ``x.at[i].set(y, **DROP)``  a place beyond the last writes nothing
 
 Why in place: kvjax/DESIGN.md, 6.
@@ -20,8 +20,12 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from jaxtyping import Array, Int, Num
 
-THERE: dict[str, Any] = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
 DROP: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False}
+
+
+def there(x: Array, *place: Int[Array, ...]) -> Array:
+    """``x[place]`` of places that are in range."""
+    return jnp.asarray(x).at[place].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def along(x: Array, index: Int[Array, ...], axis: int) -> Array:

@@ -26,7 +26,7 @@ from kvjax.algebra import Native, Policy, Storage
 from kvjax.cache import pages as paging
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import LayerCache
-from kvjax.cache.write import THERE, along, split
+from kvjax.cache.write import along, split, there
 from kvjax.types import EMPTY
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _copied(policy: Policy, pages: Pages, codes: Pages, excess: Int[Array, "B K"
     entry, slot = split(near, pages.size)
     page = jnp.maximum(along(pages.table[:, :, 0], entry, axis=-1), 0)
     k, v = EXACT.read(pages, page, slot)
-    pos, meta = jax.tree.map(lambda x: x.at[page, slot].get(**THERE), (pages.pos, pages.meta))
+    pos, meta = jax.tree.map(lambda x: there(x, page, slot), (pages.pos, pages.meta))
     list_id = jnp.where(at >= 0, 0, EMPTY)
     return paging.store(codes, policy.storage, policy.selection, list_id, k, v, pos, meta)
 

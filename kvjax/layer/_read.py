@@ -17,7 +17,7 @@ from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Entry, Ring
 from kvjax.cache.state import LayerCache
-from kvjax.cache.write import THERE, along, split
+from kvjax.cache.write import along, split, there
 from kvjax.layer._info import LayerInfo, major
 from kvjax.types import pytree
 from pallas_kernels.blockwise.api import blockwise
@@ -206,12 +206,12 @@ def _visited(policy: Policy, pages: Pages, list_id: int, picked: Picked) -> Visi
     else:  # whole units at a time: the pool of pages is a pool of smaller pages, too
         unit = at.shape[-1]
         which = page * (pages.size // unit) + slot[..., 0] // unit
-        k, v = (x.reshape(-1, unit, x.shape[-1]).at[which].get(**THERE) for x in (pages.k, pages.v))
+        k, v = (there(x.reshape(-1, unit, x.shape[-1]), which) for x in (pages.k, pages.v))
     flat = (*at.shape[:2], -1)
     return Visited(
         k=k.reshape(*flat, k.shape[-1]),
         v=v.reshape(*flat, v.shape[-1]),
-        pos=pages.pos.at[page[..., None], slot].get(**THERE).reshape(flat),
+        pos=there(pages.pos, page[..., None], slot).reshape(flat),
         live=_live(pages, list_id, picked).reshape(flat),
     )
 

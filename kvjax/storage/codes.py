@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from kvjax.algebra import PolicyError, Storage, Switch, Whole
 from kvjax.cache.pages import Coming, Pages
-from kvjax.cache.write import DROP, THERE
+from kvjax.cache.write import DROP, there
 from pallas_kernels.ragged_decode.api import floats, turned
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Coded(Storage):
             old = (self.rounded(floats(c) * shrink[:, None, i]) for i, c in enumerate((pages.k, pages.v)))
             pages = dataclasses.replace(pages, k=next(old), v=next(old))
         near = jnp.minimum(page, pages.count - 1)
-        scale = grown.at[near].get(**THERE)
+        scale = there(grown, near)
         codes = self.rounded(kv / jnp.where(scale > 0, scale, 1.0))
         return dataclasses.replace(
             pages,
@@ -90,17 +90,17 @@ class Coded(Storage):
 
     def read(self, pages: Pages, page: Array, slot: Array) -> tuple[Array, Array]:
         """Codes times scales, turned back, in float32."""
-        scale, held = pages.scales.at[page].get(**THERE), (pages.k, pages.v)
-        k, v = (floats(x.at[page, slot].get(**THERE)) * scale[..., i, :] for i, x in enumerate(held))
+        scale, held = there(pages.scales, page), (pages.k, pages.v)
+        k, v = (floats(there(x, page, slot)) * scale[..., i, :] for i, x in enumerate(held))
         return (turned(k), turned(v)) if self.hadamard else (k, v)
 
     def _requantise(self, pages: Pages, page: Array, shrink: Array) -> Pages:
         """Rescales the codes of these pages; ignores pages out of range."""
         near = jnp.minimum(page, pages.count - 1)
-        factor = shrink.at[near].get(**THERE)  # [Q, 2, H]
+        factor = there(shrink, near)  # [Q, 2, H]
 
         def rescaled(codes: Array, i: int) -> Array:
-            fresh = self.rounded(floats(codes.at[near].get(**THERE)) * factor[:, None, i])
+            fresh = self.rounded(floats(there(codes, near)) * factor[:, None, i])
             return codes.at[page].set(fresh, **DROP)
 
         return dataclasses.replace(pages, k=rescaled(pages.k, 0), v=rescaled(pages.v, 1))
