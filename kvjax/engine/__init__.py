@@ -19,6 +19,7 @@ anything is begun:
   cancel      from any thread; its row is free within ``segment`` steps, the last event says "cancelled"
   usage       at any time; ``usage.kv`` is None until the prompt is read
   inspect     what a row holds, position by position, from the device; None while it waits or is done
+  progress    whether a request waits, compiles, is read or written
   metrics     one consistent snapshot, or at once without waiting for the engine; its counters only grow
   health      "loading" (nothing compiled yet: ``warm_up``), "ready", "draining", "dead"
   contexts    ``create`` a prompt under a name (``begin`` gives a ticket), ``Request(context=name)`` continues
@@ -73,11 +74,13 @@ from kvjax.engine.request import (
     FINISHES,
     MOST_BIASES,
     MOST_LOGPROBS,
+    STAGES,
     Event,
     Guide,
     HeldPositions,
     Inspection,
     KVUsage,
+    Progress,
     Request,
     Usage,
 )
@@ -109,8 +112,10 @@ __all__ = [
     "Lengths",
     "MemoryFull",
     "Metrics",
+    "Progress",
     "QueueFull",
     "Request",
+    "STAGES",
     "Seconds",
     "Ticket",
     "TooManyStructures",

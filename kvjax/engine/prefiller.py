@@ -24,6 +24,7 @@ from kvjax.engine.metrics import Counters
 from kvjax.engine.prefill import Prefill
 from kvjax.engine.prefill_programs import needed
 from kvjax.engine.prefix import HeldKeys, shareable
+from kvjax.engine.request import Progress
 from kvjax.engine.settings import NOTE_AFTER
 from kvjax.engine.ticket import EngineRequest
 from kvjax.engine.together import Together
@@ -84,6 +85,14 @@ class Prefiller:
             for request in [request for request in prefill.requests if request.ticket.id == number]:
                 self.leave(prefill, request)
                 request.finish(reason)
+
+    def progress(self, number: int) -> Progress | None:
+        """How far the request of that number is; None if it is none of these."""
+        for prefill in self.pending:
+            if number in (request.ticket.id for request in prefill.requests):
+                stage = "compiling" if prefill.programs else "waiting" if prefill.ready else "reading"
+                return Progress(stage, round(len(prefill.tokens) - prefill.remaining))
+        return None
 
     def put_back(self, request: int) -> bool:
         """Has the newest row that was read wait again, if it is newer than that request; was there one?"""
@@ -232,7 +241,9 @@ class Prefiller:
             if not chosen:
                 break
             together = self._together(chosen)
-            if together is None:
+            if chosen[0].programs:
+                done = True
+            elif together is None:
                 left -= chosen[0].cost
                 done = self._read(chosen[0], waits) or done
             else:
@@ -279,9 +290,14 @@ class Prefiller:
         if len(chosen) == 1:
             return None
         together = Together(chosen)
-        chosen[0].beside = together.programs()
+        chosen[0].beside = programs = together.programs()
         client = chosen[0].request.options.client or id(chosen[0].structure)
-        return together if self._compiler.ready(chosen[0].beside, client=client) else None
+        if self._compiler.ready(programs, client=client):
+            return together
+        for prefill in chosen:  # who is there for the programs waits for them; others are read one by one
+            if prefill.request.warms:
+                prefill.compile(programs)
+        return None
 
     def _read(self, prefill: Prefill, waits: set[int]) -> bool:
         """Reads the next unit of it; False where that waits for memory."""

@@ -26,7 +26,7 @@ from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, Metrics
 from kvjax.engine.prefiller import Prefiller
 from kvjax.engine.prefix import generated_too
-from kvjax.engine.request import Inspection, KVUsage
+from kvjax.engine.request import Inspection, KVUsage, Progress
 from kvjax.engine.settings import NOTE_AFTER
 from kvjax.engine.ticket import EngineRequest
 
@@ -230,6 +230,14 @@ class Scheduler:
         batch, row = where
         request = batch.taken[row].request
         return request.inspection(batch.state, row, batch.usages()[row], batch.allocated)
+
+    def progress(self, number: int) -> Progress | None:
+        """How far the request of that number is; None for one that is in no row and not being read."""
+        for batch in self.memory.batches:
+            for row in batch.taken.values():
+                if row.request.ticket.id == number:
+                    return Progress("writing", len(row.request.tokens))
+        return self.prefiller.progress(number)
 
     def _row(self, number: int) -> tuple[RunningBatch, int] | None:
         """The row of the request of that number, once nothing of it is under way."""

@@ -301,7 +301,8 @@ def _warm_up(service: Service) -> None:
     try:
         begun = time.monotonic()
         for spec in service.options.warm_up:
-            engine.warm_up(service.policies.policy(spec), prompts=engine.usual_prompts())
+            policy = service.policies.policy(spec)
+            engine.warm_up(policy, prompts=engine.usual_prompts(), rows=engine.usual_rows())
         engine.warm_up()
         service.log("ready", seconds=round(time.monotonic() - begun, 2))
     except Exception as error:  # /health and every request report it
