@@ -42,6 +42,7 @@ A request's way from ``submit`` to its tokens; arrows cross threads:
                                 prefiller.py  a row to begin with: empty (pages.py),
                                               a prefix (prefix.py) or a context
                                               (contexts.py); programs ────────────> compiler.py
+                                turns.py      whose prompt is read next
                                 prefill.py    reads the prompt <─────────────────────────┘
                                 together.py   or pieces of several in one program
                                 insertion.py  draws the first token

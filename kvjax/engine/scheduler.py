@@ -1,7 +1,7 @@
 """What runs next: the engine's thread takes one turn after another.
 
 A turn is one program of one batch (up to ``segment`` steps), or up to ``prefill_tokens`` tokens of prompts
-(``prefiller`` says of which); batches and prompts take turns. So a running row waits at most for one program
+(``turns`` says of which); batches and prompts take turns. So a running row waits at most for one program
 of each other batch and for so many tokens. Where one batch alone has anything to do, its next program is
 begun before the last one's tokens are handed out. A request goes
 
