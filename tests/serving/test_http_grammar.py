@@ -150,7 +150,7 @@ def test_what_cannot_be_written_is_refused(server, path, fields, param):
 
 # --- Mistral: what calls are told by is a special token -------------------------------------------
 
-MISTRAL_TEMPLATE = """{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}
+MISTRAL_TEMPLATE = """{%- for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
 {%- for message in messages %}{{ message.content }}{%- for call in message.tool_calls or [] %}
 {%- if call.id | length != 9 %}{{ raise_exception("ids have nine letters") }}{% endif %}WRITTEN
 {%- endfor %}{% endfor %}"""
