@@ -202,7 +202,7 @@ def test_bytes_are_drawn_on_the_scale_of_what_is_held(written, tiny_folder):
         assert live[0][0] == full[0][0] == 0
         assert live[-1][0] == full[-1][0] == 420
         assert len(live) >= 3, "not drawn as the tokens came"
-        held = metrics.live_slots(state).sum() / (4 * int(state.length[0]))  # of all layers and heads
+        held = float(metrics.live_slots(state).sum()) / (4 * int(state.length[0]))  # of all layers and heads
         assert (100 - live[-1][1]) / (100 - full[-1][1]) == pytest.approx(held, rel=0.15)
     highest = min(y for at in (0, 1) for kind in ("live", "full") for _, y in bytes_of(written, at, kind))
     assert highest == 0
@@ -278,7 +278,7 @@ def test_a_link_holds_prompt_and_policies(written, server):
         .map(name => [name, document.getElementById(name).value]))"""
     before = written.run(filled)
     assert before["prompt"] == odd
-    written.open("about:blank")
+    written.open(server.url + "/version")
     written.open(link)
     written.until("document.getElementById('server').textContent.includes('512 positions')")
     assert written.run(filled) == before
@@ -311,9 +311,8 @@ def test_it_says_what_it_waits_for_and_a_phone_shows_it(tab, server):
 
 
 def test_stop_frees_the_row(written, server):
-    written.run(
-        "(document.getElementById('policy-b').value = '', document.getElementById('tokens').value = 400)"
-    )
+    for name, value in {"prompt": PROMPT, "policy-b": "", "tokens": "400"}.items():
+        written.run(f"document.getElementById({name!r}).value = {value!r}")
     written.run("document.getElementById('go').click()")
     written.until("document.querySelectorAll('.tokens span').length > 80")
     written.key("Escape", 27)

@@ -216,6 +216,7 @@ class RunningCompletion:
         self.id, self.created = f"{id_prefix}-{uuid.uuid4().hex}", int(time.time())
         self._ignored = ignored
         self._generation, self._log, self._begun = generation, service.log, False
+        self._most_seconds = service.options.request_timeout
         requests = [dataclasses.replace(request, client=client) for request in generation.requests]
         self.tickets = service.clients.submit(
             client, len(requests), lambda: service.engine.submit_all(requests)
@@ -266,7 +267,7 @@ class RunningCompletion:
                     raise error
                 self._begun = self._begun or event.token is not None
                 if event.finish_reason == "deadline" and not self._begun:
-                    raise too_late()
+                    raise too_late(self._generation.requests[index].deadline, self._most_seconds)
                 detokenizer = self._detokenizers[index]
                 if detokenizer.done:
                     continue  # the engine was still writing after a stop string

@@ -34,7 +34,7 @@ export class Menu {
     this.find.value = "";
     this.#narrow();
     this.dialog.showModal();
-    if (matchMedia("(hover: hover)").matches) this.find.focus(); // a phone's keyboard would cover the list
+    if (matchMedia("(min-width: 34rem)").matches) this.find.focus(); // a phone's keyboard would cover the list
   }
 
   #narrow() {
