@@ -49,9 +49,6 @@ Health = Literal["loading", "ready", "draining", "dead"]
 MINUTE = 60.0
 """Seconds in which a client's new structures are counted."""
 
-WARM_ANSWER = 256
-"""Tokens for which a warm row has pages: pools of that size are compiled for. It writes two."""
-
 T = TypeVar("T")
 
 
@@ -368,6 +365,7 @@ class Engine:
         weights: Mapping[str, Source] | None = None,
         prompts: Sequence[int] = (1,),
         rows: Sequence[int] = (1,),
+        answer: int = 2,
     ) -> float:
         """Compiles the programs of a policy before a request needs them; the seconds it took.
 
@@ -376,6 +374,7 @@ class Engine:
           prompts: lengths of the prompts whose programs are compiled, each by reading one; those that leave
             no room for an answer are left out.
           rows: how many of each are read at once, where one program reads as many (``usual_rows``).
+          answer: new tokens for which the pools get pages, 2 or more; two are written.
 
         Raises:
           PolicyError, WeightsError: as ``submit``.
@@ -388,7 +387,7 @@ class Engine:
                 requests = [
                     Request(
                         prompt=np.full(length, next(number) % vocabulary),  # begins as no other does
-                        max_new_tokens=min(left, WARM_ANSWER),
+                        max_new_tokens=min(left, answer),
                         policy=policy,
                         weights=weights,
                         ignore_eos=True,

@@ -355,7 +355,7 @@ def test_two_at_once_compile_nothing_after_a_warm_up(policy, monkeypatch):
     )
     with Engine(tiny.model(), **SIZES | {"prefill_tokens": 64}) as engine:
         assert engine.usual_rows() == (1, 2)  # as many as there are places
-        engine.warm_up(policy, prompts=engine.usual_prompts(), rows=engine.usual_rows())
+        engine.warm_up(policy, prompts=engine.usual_prompts(), rows=engine.usual_rows(), answer=30)
         warmed, groups[:] = len(groups), []
         with Listener("") as compiled:
             for length in engine.usual_prompts():
