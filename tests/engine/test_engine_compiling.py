@@ -371,11 +371,13 @@ def test_progress_says_what_a_request_waits_for():
     with Engine(tiny.model(), **SIZES | {"max_rows": 1}) as engine:
         free = held(engine)
         first, second = (engine.submit(make_request(seed, tokens=60)) for seed in (1, 2))
-        while (now := engine.progress(first)).stage == "waiting":
-            time.sleep(0.01)
-        assert now == Progress("compiling", 0)
-        assert engine.progress(second) == Progress("waiting", 0)
-        free.set()
+        try:
+            while (now := engine.progress(first)).stage == "waiting":
+                time.sleep(0.01)
+            assert now == Progress("compiling", 0)
+            assert engine.progress(second) == Progress("waiting", 0)
+        finally:
+            free.set()
         assert Progress("writing", 20) in [engine.progress(first) for _ in first]
         assert engine.progress(first) == Progress("done", 20)
         second.cancel()
