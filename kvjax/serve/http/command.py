@@ -303,8 +303,8 @@ def _warm_up(service: Service) -> None:
         begun = time.monotonic()
         for spec in service.options.warm_up:
             policy = service.policies.policy(spec)
-            usual = {"prompts": engine.usual_prompts(), "rows": engine.usual_rows()}
-            engine.warm_up(policy, **usual, answer=USUAL_ANSWER)
+            lengths, rows = engine.usual_prompts(), engine.usual_rows()
+            engine.warm_up(policy, prompts=lengths, rows=rows, answer=USUAL_ANSWER)
         engine.warm_up()
         service.log("ready", seconds=round(time.monotonic() - begun, 2))
     except Exception as error:  # /health and every request report it
