@@ -6,7 +6,7 @@ kvjax.catalogue`` prints README's table of methods.
 """
 
 from kvjax.catalogue._describe import describe, family, opened
-from kvjax.catalogue._discovery import Method, described, parts
+from kvjax.catalogue._discovery import Method, described, parts, summaries
 from kvjax.catalogue._methods import methods
 from kvjax.catalogue._parse import PRESETS, PROTECTIONS, policy
 
@@ -21,4 +21,5 @@ __all__ = [
     "opened",
     "parts",
     "policy",
+    "summaries",
 ]

@@ -128,6 +128,12 @@ def presets() -> dict[str, str]:
     return dict(sorted(named.items(), key=lambda preset: (preset[0] != "full", preset[0])))
 
 
+@functools.cache
+def summaries() -> dict[str, str]:
+    """A line about each preset, by its name: the first of its module's docstring."""
+    return {name: described(module)[0] for module in _modules() for name in getattr(module, "PRESETS", {})}
+
+
 def described(module: ModuleType) -> tuple[str, str]:
     """First line of a module's docstring, and the first link in it or ""."""
     text = inspect.getdoc(module) or ""

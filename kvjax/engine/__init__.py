@@ -19,6 +19,7 @@ anything is begun:
   cancel      from any thread; its row is free within ``segment`` steps, the last event says "cancelled"
   usage       at any time; ``usage.kv`` is None until the prompt is read
   inspect     what a row holds, position by position, from the device; None while it waits or is done
+  progress    whether a request waits, compiles, is read or written
   metrics     one consistent snapshot, or at once without waiting for the engine; its counters only grow
   health      "loading" (nothing compiled yet: ``warm_up``), "ready", "draining", "dead"
   contexts    ``create`` a prompt under a name (``begin`` gives a ticket), ``Request(context=name)`` continues
@@ -41,6 +42,7 @@ A request's way from ``submit`` to its tokens; arrows cross threads:
                                 prefiller.py  a row to begin with: empty (pages.py),
                                               a prefix (prefix.py) or a context
                                               (contexts.py); programs ────────────> compiler.py
+                                turns.py      whose prompt is read next
                                 prefill.py    reads the prompt <─────────────────────────┘
                                 together.py   or pieces of several in one program
                                 insertion.py  draws the first token
@@ -73,11 +75,13 @@ from kvjax.engine.request import (
     FINISHES,
     MOST_BIASES,
     MOST_LOGPROBS,
+    STAGES,
     Event,
     Guide,
     HeldPositions,
     Inspection,
     KVUsage,
+    Progress,
     Request,
     Usage,
 )
@@ -109,8 +113,10 @@ __all__ = [
     "Lengths",
     "MemoryFull",
     "Metrics",
+    "Progress",
     "QueueFull",
     "Request",
+    "STAGES",
     "Seconds",
     "Ticket",
     "TooManyStructures",

@@ -24,11 +24,13 @@ from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, Metrics
 from kvjax.engine.pages import paged
 from kvjax.engine.prefill import widths
+from kvjax.engine.prefiller import STARTS
 from kvjax.engine.request import (
     MOST_BIASES,
     MOST_STOPS,
     Inspection,
     LearnedWeights,
+    Progress,
     Request,
     WeightCache,
     check_numbers,
@@ -204,14 +206,17 @@ class Engine:
         """
         return self._submit(requests)
 
-    def _submit(self, requests: Sequence[Request], keep_as: str = "") -> list[Ticket]:
-        """``submit_all``; with a name the prompt is kept under it and nothing is written."""
+    def _submit(self, requests: Sequence[Request], keep_as: str = "", warms: bool = False) -> list[Ticket]:
+        """``submit_all``; with a name the prompt is kept under it and nothing is written.
+
+        ``warms``: they are there for the programs, also of those that read several, and wait for them.
+        """
         if len(requests) > self._most_waiting:
             raise RequestError(
                 f"{len(requests)} texts at once are more than the {self._most_waiting} that may wait. Ask "
                 "for fewer, or start the engine with a longer queue."
             )
-        checked = [self._checked(request, keep_as) for request in requests]
+        checked = [self._checked(request, keep_as, warms) for request in requests]
         with self._lock:
             if self._fault is not None or self._stopping:
                 raise self._dead() from self._fault
@@ -224,11 +229,10 @@ class Engine:
                 self._count_structure(request)
             self._entering += len(checked)
             self._tickets |= {request.ticket.id: request.ticket for request in checked}
-        for request in checked:
-            self._inbox.put(functools.partial(self._enter, request))
+        self._inbox.put(functools.partial(self._enter, checked))
         return [request.ticket for request in checked]
 
-    def _checked(self, request: Request, keep_as: str) -> EngineRequest:
+    def _checked(self, request: Request, keep_as: str, warms: bool) -> EngineRequest:
         """The request as the engine's thread takes it; everything about it is checked here, once."""
         check_numbers(request)
         tokens = {"prompt": len(request.prompt), "answer": request.max_new_tokens}
@@ -282,6 +286,7 @@ class Engine:
             guide=None if request.guide is None else request.guide(),
             context=request.context or "",
             keep_as=keep_as,
+            warms=warms,
         )
 
     def _count_structure(self, request: EngineRequest) -> None:
@@ -327,6 +332,18 @@ class Engine:
             return ticket._inspection
         return self._call(lambda: self._scheduler.inspect(ticket.id)) or ticket._inspection
 
+    def progress(self, ticket: Ticket) -> Progress:
+        """How far a request is; of one that waits, how much of its prompt needs not be read is not known yet.
+
+        Raises:
+          EngineDead: the engine has ended.
+        """
+        done = Progress("done", ticket.prompt_tokens)
+        if ticket.done:
+            return done
+        found = self._call(lambda: self._scheduler.progress(ticket.id))
+        return found or (done if ticket.done else Progress("waiting", 0))
+
     def metrics(self, *, wait: bool = True) -> Metrics:
         """One consistent snapshot, taken between two programs.
 
@@ -347,6 +364,8 @@ class Engine:
         policy: str | Policy | None = None,
         weights: Mapping[str, Source] | None = None,
         prompts: Sequence[int] = (1,),
+        rows: Sequence[int] = (1,),
+        answer: int = 2,
     ) -> float:
         """Compiles the programs of a policy before a request needs them; the seconds it took.
 
@@ -354,27 +373,44 @@ class Engine:
           policy, weights: as of a ``Request``.
           prompts: lengths of the prompts whose programs are compiled, each by reading one; those that leave
             no room for an answer are left out.
+          rows: how many of each are read at once, where one program reads as many (``usual_rows``).
+          answer: new tokens for which the pools get pages, 2 or more; two are written.
 
         Raises:
           PolicyError, WeightsError: as ``submit``.
         """
-        begun = time.monotonic()
-        for at, length in enumerate(length for length in prompts if length + 2 <= self.context):
-            tokens = np.full(length, at % self._model.params["embed"].shape[0])  # begins as no other does
-            request = Request(
-                prompt=tokens,
-                max_new_tokens=2,
-                policy=policy,
-                weights=weights,
-                ignore_eos=True,
-                owner="warm-up",
-            )
-            self.submit(request).result()
+        begun, vocabulary = time.monotonic(), self._model.params["embed"].shape[0]
+        number = itertools.count()
+        for length in prompts:
+            left = self.context - length
+            for many in rows if left >= 2 else ():
+                requests = [
+                    Request(
+                        prompt=np.full(length, next(number) % vocabulary),  # begins as no other does
+                        max_new_tokens=min(left, answer),
+                        policy=policy,
+                        weights=weights,
+                        ignore_eos=True,
+                        owner="warm-up",
+                    )
+                    for _ in range(many)
+                ]
+                for ticket in self._submit(requests, warms=True):
+                    for _ in zip(range(2), ticket):  # the second token is a step's
+                        pass
+                    ticket.cancel()
+                    for _ in ticket:
+                        pass
         return time.monotonic() - begun
 
     def usual_prompts(self) -> tuple[int, ...]:
         """Lengths of prompts by which ``warm_up`` meets every width of chunk and the first sizes of pools."""
         return widths(self._settings.chunk)
+
+    def usual_rows(self) -> tuple[int, ...]:
+        """How many prompts ``warm_up`` has read at once, so that it meets programs of several."""
+        most = min(self._settings.prefill_tokens // widths(self._settings.chunk)[0], self._settings.max_rows)
+        return tuple(many for many in (1, 2, STARTS) if many <= max(1, min(most, self._most_waiting)))
 
     def drain(self, deadline: float | None = None) -> bool:
         """Takes nothing new and waits until everything is done; after ``deadline`` seconds ends the rest.
@@ -439,10 +475,10 @@ class Engine:
 
     # --- the engine's thread -----------------------------------------------------------------------
 
-    def _enter(self, request: EngineRequest) -> None:
+    def _enter(self, requests: Sequence[EngineRequest]) -> None:
         with self._lock:
-            self._entering -= 1
-        self._scheduler.queue.append(request)
+            self._entering -= len(requests)
+        self._scheduler.queue.extend(requests)
 
     def _run(self) -> None:
         try:

@@ -1,7 +1,7 @@
 """Prefill: a prompt that is read, a chunk or a layer at a time, in a state of its own.
 
 ``Prefill`` is a request meanwhile, with others that ask for the same prompt. Which prompt is read, and when,
-is ``prefiller``'s; pieces of several in one program are ``together``'s.
+is ``turns``'s; pieces of several in one program are ``together``'s.
 """
 
 from __future__ import annotations

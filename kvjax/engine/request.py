@@ -31,6 +31,9 @@ MOST_STOPS = 16
 MOST_BIASES = 300
 """Most token ids whose logits a request may change, as in OpenAI's protocol."""
 
+STAGES = ("waiting", "compiling", "reading", "writing", "done")
+"""Of a request: for a row or pages, for its programs, its prompt, its text, its end."""
+
 FINISHES = ("stop", "length", "cancelled", "deadline")
 """Why a text ended: an end token, ``max_new_tokens``, ``Ticket.cancel``, ``Request.deadline``."""
 
@@ -148,6 +151,19 @@ class KVUsage:
     live: int
     full: int
     layers: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a request is.
+
+    Attributes:
+      stage: one of ``STAGES``.
+      read: prompt tokens that are read; of a prompt that is read as a whole each layer counts as its share.
+    """
+
+    stage: str
+    read: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What runs next: the engine's thread takes one turn after another.
 
 A turn is one program of one batch (up to ``segment`` steps), or up to ``prefill_tokens`` tokens of prompts
-(``prefiller`` says of which); batches and prompts take turns. So a running row waits at most for one program
+(``turns`` says of which); batches and prompts take turns. So a running row waits at most for one program
 of each other batch and for so many tokens. Where one batch alone has anything to do, its next program is
 begun before the last one's tokens are handed out. A request goes
 
@@ -26,7 +26,7 @@ from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, Metrics
 from kvjax.engine.prefiller import Prefiller
 from kvjax.engine.prefix import generated_too
-from kvjax.engine.request import Inspection, KVUsage
+from kvjax.engine.request import Inspection, KVUsage, Progress
 from kvjax.engine.settings import NOTE_AFTER
 from kvjax.engine.ticket import EngineRequest
 
@@ -230,6 +230,14 @@ class Scheduler:
         batch, row = where
         request = batch.taken[row].request
         return request.inspection(batch.state, row, batch.usages()[row], batch.allocated)
+
+    def progress(self, number: int) -> Progress | None:
+        """How far the request of that number is; None for one that is in no row and not being read."""
+        for batch in self.memory.batches:
+            for row in batch.taken.values():
+                if row.request.ticket.id == number:
+                    return Progress("writing", len(row.request.tokens))
+        return self.prefiller.progress(number)
 
     def _row(self, number: int) -> tuple[RunningBatch, int] | None:
         """The row of the request of that number, once nothing of it is under way."""

@@ -203,6 +203,7 @@ class EngineRequest:
     guide: Guide | None = None  # after what it wrote so far
     context: str = ""  # the name of the held context that its prompt begins with, one of its owner's
     keep_as: str = ""  # the name under which its prompt is to be held, once read; then nothing is written
+    warms: bool = False  # is it there to have programs compiled?
     written: list[int] = dataclasses.field(default_factory=list)  # new tokens so far
     skip: int = 0  # new tokens that were handed out before its row had to make room
     echoed: bool = False  # was the prompt handed out?

@@ -13,11 +13,12 @@ import pytest
 import tiny
 
 import kvjax
-from kvjax.engine import Engine, Request, batch_bytes, compiler
+from kvjax.engine import Engine, Progress, Request, batch_bytes, compiler
 from kvjax.engine import pages as paging
 from kvjax.engine.batch import RunningBatch
 from kvjax.engine.compiler import WORKERS, Compiler, Program
 from kvjax.engine.prefill import Prefill
+from kvjax.engine.together import Together
 from kvjax.programs import maps_taken
 
 SIZES = {"max_rows": 3, "context": 96, "chunk": 16, "segment": 4, "page": tiny.PAGE}
@@ -137,7 +138,11 @@ def test_what_nobody_waits_for_leaves_the_line(reason):
 
 
 class Listener:
-    """Programs that the engine's thread compiled meanwhile, by name."""
+    """Programs that were compiled meanwhile, by name."""
+
+    def __init__(self, thread: str = "kvjax-engine") -> None:
+        """In threads whose names begin so."""
+        self.thread = thread
 
     def __enter__(self) -> list[str]:
         self.on, self.names = True, []
@@ -145,7 +150,8 @@ class Listener:
         return self.names
 
     def __call__(self, event: str, seconds: float, **facts) -> None:
-        if self.on and "backend_compile" in event and threading.current_thread().name == "kvjax-engine":
+        here = threading.current_thread().name.startswith(self.thread)
+        if self.on and here and "backend_compile" in event:
             self.names.append(str(facts.get("fun_name")))
 
     def __exit__(self, *error) -> None:
@@ -335,3 +341,45 @@ def test_a_request_with_programs_passes_one_of_its_batch_without():
         assert not long.done
         free.set()
         assert len(long.result()) == 8
+
+
+# --- warm, and how far a request is ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["window(16)", "int8", WHOLE])
+def test_two_at_once_compile_nothing_after_a_warm_up(policy, monkeypatch):
+    """Neither what reads both in one program nor pools for two rows, in any thread."""
+    groups, read = [], Together.read
+    monkeypatch.setattr(
+        Together, "read", lambda self, afford: groups.append(len(self.prefills)) or read(self, afford)
+    )
+    with Engine(tiny.model(), **SIZES | {"prefill_tokens": 64}) as engine:
+        assert engine.usual_rows() == (1, 2)  # as many as there are places
+        engine.warm_up(policy, prompts=engine.usual_prompts(), rows=engine.usual_rows(), answer=30)
+        warmed, groups[:] = len(groups), []
+        with Listener("") as compiled:
+            for length in engine.usual_prompts():
+                prompts = [tiny.prompt(length, seed) for seed in (5, 6)]
+                both = [Request(prompt=prompt, max_new_tokens=30, policy=policy) for prompt in prompts]
+                assert [len(ticket.result()) for ticket in engine.submit_all(both)] == [30, 30]
+        assert compiled == []
+    alone = kvjax.policy(policy).whole_prompt  # is read layer by layer, each by itself
+    assert (bool(warmed), 2 in groups) == (not alone, not alone)
+
+
+def test_progress_says_what_a_request_waits_for():
+    with Engine(tiny.model(), **SIZES | {"max_rows": 1}) as engine:
+        free = held(engine)
+        first, second = (engine.submit(make_request(seed, tokens=60)) for seed in (1, 2))
+        try:
+            while (now := engine.progress(first)).stage == "waiting":
+                time.sleep(0.01)
+            assert now == Progress("compiling", 0)
+            assert engine.progress(second) == Progress("waiting", 0)
+        finally:
+            free.set()
+        assert Progress("writing", 20) in [engine.progress(first) for _ in first]
+        assert engine.progress(first) == Progress("done", 20)
+        second.cancel()
+        assert [event for event in second][-1].finish_reason == "cancelled"
+        assert engine.progress(second).stage == "done"

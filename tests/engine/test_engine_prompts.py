@@ -16,8 +16,8 @@ from test_engine_prefix import compared
 import kvjax
 from kvjax.engine import Engine, Request
 from kvjax.engine.prefill import Prefill
-from kvjax.engine.prefiller import PASSED
 from kvjax.engine.together import Together
+from kvjax.engine.turns import PASSED
 
 CHUNK, CONTEXT = 16, 160
 SIZES = {"max_rows": 4, "context": CONTEXT, "chunk": CHUNK, "segment": 4, "page": tiny.PAGE}

@@ -11,7 +11,7 @@ pytest.importorskip("fastapi", reason="pip install 'kvjax[serve]'")
 from openai.types import CompletionUsage, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
-from serving_client import FULL, generated, until
+from serving_client import FULL, generated, stopped, until
 
 import kvjax
 from kvjax import catalogue
@@ -355,6 +355,28 @@ def test_presets_are_listed(server):
     assert policies["default"] == "full"
     assert policies["allowed"] is None
     assert policies["presets"] == dict(catalogue.PRESETS)
+    assert (
+        policies["about"]["snapkv"] == "SnapKV: the prompt's last queries vote for the tokens they attend to."
+    )
+    assert set(policies["about"]) == set(catalogue.PRESETS)
+
+
+def test_a_watched_text_can_be_looked_at_before_its_first_token(server):
+    """Its id comes at once; what it waits for is said, and at the end that it is done."""
+    with stopped(server.service.engine) as goes_on:
+        body = {"prompt": "Hello", "max_tokens": 4, "kv_watch": True}
+        events = server.stream("/v1/completions", body | {"stream_options": {"include_usage": True}})
+        first = next(events)
+        assert (first["choices"], first["usage"]) == ([], None)
+        goes_on.set()
+        *texts, last = events
+    assert len([x for x in texts if x["choices"][0]["finish_reason"]]) == 1
+    assert last["usage"]["completion_tokens"] == 4
+    look = server.ask.get(f"/v1/kv/{first['id']}").json()
+    assert (look["stage"], look["done"]) == ("done", True)
+    assert look["prompt_tokens"] == look["read_tokens"] == len("Hello") + 1
+    plain = next(server.stream("/v1/completions", {"prompt": "Hello", "max_tokens": 4}))
+    assert len(plain["choices"]) == 1
 
 
 # --- refusals ------------------------------------------------------------------------------------

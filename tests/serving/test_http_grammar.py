@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from serving_client import Running, running
 
-from kvjax.serve.tools import HERMES, LLAMA, Call, CallReader, call_form
+from kvjax.serve.tools import HERMES, LLAMA, MISTRAL, MISTRAL_LIST, Call, CallReader, call_form
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 TEMPLATE = """{%- if tools %}{% for tool in tools %}{{ tool.function.name }}
@@ -148,6 +148,50 @@ def test_what_cannot_be_written_is_refused(server, path, fields, param):
     assert error["message"].endswith(".")
 
 
+# --- Mistral: what calls are told by is a special token -------------------------------------------
+
+MISTRAL_TEMPLATE = """{%- for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
+{%- for message in messages %}{{ message.content }}{%- for call in message.tool_calls or [] %}
+{%- if call.id | length != 9 %}{{ raise_exception("ids have nine letters") }}{% endif %}WRITTEN
+{%- endfor %}{% endfor %}"""
+WRITTEN = {
+    MISTRAL: "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}",
+    MISTRAL_LIST: "[TOOL_CALLS] [{{ call.function | tojson }}]",
+}
+
+
+@pytest.mark.parametrize("form", [MISTRAL, MISTRAL_LIST])
+def test_calls_that_special_tokens_tell(form, tiny_folder, tmp_path):
+    pytest.importorskip("llguidance", reason="pip install 'kvjax[grammar]'")
+    from tokenizers import Tokenizer
+
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    file = str(tmp_path / "model" / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
+    tokenizer.save(file)
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        MISTRAL_TEMPLATE.replace("WRITTEN", WRITTEN[form])
+    )
+    with running(tmp_path / "model") as server:
+        body = HI | {"tools": TOOLS, "tool_choice": "required", "seed": 2}
+        answer = server.ask.post(CHAT, json=body).json()
+        message = answer["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert (message["content"], answer["choices"][0]["finish_reason"]) == (None, "tool_calls")
+        assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Rome")
+        deltas = [event["choices"][0]["delta"] for event in server.stream(CHAT, body)]
+        assert [x["function"] for delta in deltas for x in delta.get("tool_calls", [])] == [call["function"]]
+        assert "".join(delta.get("content", "") for delta in deltas) == ""
+        # The template, which is as strict about ids as Mistral's, takes the call back.
+        turns = [*HI["messages"], message, {"role": "tool", "content": "12 C", "tool_call_id": call["id"]}]
+        again = server.ask.post(CHAT, json={"messages": turns, "tools": TOOLS, "max_tokens": 2})
+        assert again.status_code == 200, again.text
+        # Without tools the same token is special, and not shown.
+        plain = {"prompt": "x", "max_tokens": 1, "logit_bias": {"258": 100}}
+        assert server.ask.post(TEXT, json=plain).json()["choices"][0]["text"] == ""
+
+
 # --- reading calls -------------------------------------------------------------------------------
 
 ONE = '{"name": "map", "arguments": {"city": "Oslo"}}'
@@ -164,6 +208,18 @@ CASES = [
     (LLAMA, ONE.replace("arguments", "parameters"), "", [Call("map", '{"city": "Oslo"}')]),
     (LLAMA, "{not json}", "{not json}", []),
     (LLAMA, f"text, then {ONE}", f"text, then {ONE}", []),
+    (MISTRAL_LIST, f"a [b [TOOL_CALLS] [{ONE}, {ONE}] c", "a [b  c", 2 * [Call("map", '{"city": "Oslo"}')]),
+    (MISTRAL_LIST, f"[TOOL_CALLS][{ONE}", f"[TOOL_CALLS][{ONE}", []),
+    (MISTRAL_LIST, f"[TOOL_CALLS] [{ONE}, 5]", f"[TOOL_CALLS] [{ONE}, 5]", []),
+    (MISTRAL_LIST, "[TOOL_CALLS] []", "[TOOL_CALLS] []", []),
+    (
+        MISTRAL,
+        'x[TOOL_CALLS]map[ARGS]{"city": "Oslo"}[TOOL_CALLS]weather[CALL_ID]abcdefgh1[ARGS]{"at": {}} y',
+        "x y",
+        [Call("map", '{"city": "Oslo"}'), Call("weather", '{"at": {}}')],
+    ),
+    (MISTRAL, "[TOOL_CALLS]map[ARGS][5] {}", "[TOOL_CALLS]map[ARGS][5] {}", []),
+    (MISTRAL, '[TOOL_CALLS]map {"city": 1}', '[TOOL_CALLS]map {"city": 1}', []),
 ]
 
 
@@ -183,5 +239,7 @@ def test_calls_are_read_whatever_pieces_they_come_in(form, text, rest, calls):
 def test_the_template_shows_the_form():
     assert call_form(TEMPLATE) == HERMES
     assert call_form("{% if tools %}{{ tools | tojson }}{% endif %}") == LLAMA
+    assert call_form("{% if tools %}[TOOL_CALLS] [") == MISTRAL_LIST
+    assert call_form("{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]") == MISTRAL
     assert call_form("{{ messages }}") is None
     assert call_form(None) is None

@@ -17,7 +17,7 @@ import pytest
 from serving_client import Running, httpx, running, stopped, until
 
 from kvjax.engine import Engine, Request, Ticket
-from kvjax.serve.http import command, middleware, service
+from kvjax.serve.http import command, errors, middleware, service
 from kvjax.serve.http.arguments import parse
 from kvjax.serve.http.errors import ApiError
 from kvjax.serve.http.log import Log
@@ -197,7 +197,7 @@ def test_time_that_is_over_before_the_first_token_is_no_answer(small):
     with stopped(small.service.engine) as goes_on:
         too_late(small.service.engine, goes_on)
         status, error = small.refusal(TEXT, body)
-    assert (status, error["code"], error["type"]) == (504, "deadline_exceeded", "server_error")
+    assert (status, error["code"], error["type"]) == (408, "deadline_exceeded", "invalid_request_error")
     with stopped(small.service.engine) as goes_on:
         too_late(small.service.engine, goes_on)
         (event,) = small.stream(TEXT, body)
@@ -333,6 +333,16 @@ def left(line: dict[str, Any]) -> bool:
     return (line.get("path"), line.get("status")) == (CONTEXTS, 499)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "limit", "status"), [(0.1, None, 408), (0.1, 20.0, 408), (20.0, 20.0, 504)]
+)
+def test_a_client_is_told_whose_limit_it_was(seconds, limit, status):
+    """What a client chose is no fault of the server, which monitors would count."""
+    error = errors.too_late(seconds, limit)
+    assert error.status_code == status
+    assert ("--request-timeout" in error.message) is (status == 504)
+
+
 def test_a_client_that_leaves_has_no_context_and_one_that_is_late_is_told(small):
     body = {"name": "gone", "prompt": "x" * 50}
     with stopped(small.service.engine):
@@ -344,7 +354,7 @@ def test_a_client_that_leaves_has_no_context_and_one_that_is_late_is_told(small)
     with stopped(small.service.engine) as goes_on:
         too_late(small.service.engine, goes_on)
         status, error = small.refusal(CONTEXTS, body | {"max_time": 0.05})
-    assert (status, error["code"]) == (504, "deadline_exceeded")
+    assert (status, error["code"]) == (408, "deadline_exceeded")
     assert small.ask.get(CONTEXTS).json()["data"] == []
 
 

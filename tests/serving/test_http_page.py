@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 from serving_client import generated, running
 
-from kvjax import metrics
+from kvjax import catalogue, metrics
+from kvjax.engine.compiler import WORKERS
 
 BROWSER = chromium.find_browser()
 
@@ -54,8 +56,10 @@ def written(server, tab) -> chromium.Tab:
 
 
 def side(tab: chromium.Tab, at: int, what: str) -> Any:
-    """An expression of one side, as ``side``."""
-    return tab.run(f"(() => {{ const side = document.querySelectorAll('.side')[{at}]; return {what}; }})()")
+    """An expression of one side: ``answer`` is its answer, ``side`` its cache."""
+    elements = f"answer = document.querySelectorAll('.answer')[{at}]"
+    elements += f", side = document.querySelectorAll('.side')[{at}]"
+    return tab.run(f"(() => {{ const {elements}; return {what}; }})()")
 
 
 def present(folder: Any, policy: str) -> np.ndarray:
@@ -67,7 +71,7 @@ def present(folder: Any, policy: str) -> np.ndarray:
 @pytest.mark.parametrize("at", [0, 1])
 def test_tokens_are_coloured_by_what_the_library_holds(written, tiny_folder, at):
     text, tokens, _ = generated(tiny_folder, POLICIES[at], PROMPT, NEW)
-    assert side(written, at, "side.querySelector('.answer').textContent") == text
+    assert side(written, at, "answer.querySelector('.text').textContent") == text
     held = present(tiny_folder, POLICIES[at])
     seen = len(PROMPT) + 1 + len(tokens) - 1
     shown = side(
@@ -89,10 +93,13 @@ def test_the_slider_goes_back_and_stays_there(written):
     written.run("document.getElementById('step').focus()")
     whole = side(written, 1, "side.querySelectorAll('.tokens span').length")
     written.key("Home", 36)
-    assert written.run("document.getElementById('step-name').textContent") == f"1 of {steps + 1}"
-    assert len(PROMPT) < side(written, 1, "side.querySelectorAll('.tokens span').length") < whole
+    fed = [side(written, at, "side.querySelectorAll('.tokens span').length") for at in (0, 1)]
+    assert len(PROMPT) < min(fed) < whole
+    named = written.run("document.getElementById('step-name').textContent")
+    assert named == f"token {min(fed) - len(PROMPT)} of {NEW}"
     written.key("End", 35)
     assert side(written, 1, "side.querySelectorAll('.tokens span').length") == whole
+    assert written.run("document.getElementById('step-name').textContent") == f"token {NEW} of {NEW}"
 
 
 def test_a_token_says_where_it_is_held(written):
@@ -113,10 +120,10 @@ def test_every_control_has_a_name_and_can_be_reached(written):
     assert written.run(nameless) == []
     written.run("document.getElementById('prompt').focus()")
     reached = []
-    for _ in range(12):
+    for _ in range(16):
         reached.append(written.run("document.activeElement.id || document.activeElement.className"))
         written.key("Tab", 9)
-    order = ["policy-a", "policy-b", "mode", "tokens", "temperature", "go", "step"]
+    order = ["policy-a", "policy-b", "mode", "tokens", "temperature", "go", "link", "step"]
     assert [name for name in dict.fromkeys(reached) if name in order] == order
 
 
@@ -181,6 +188,49 @@ def test_nothing_is_loaded_from_elsewhere_and_nothing_fails(written, server):
     assert strange == []
 
 
+def bytes_of(tab: chromium.Tab, at: int, kind: str) -> list[tuple[float, float]]:
+    """Points of a curve; 420 wide, 100 high, (0, 0) is the upper left corner."""
+    path = side(tab, at, f"answer.querySelector('.bytes path.{kind}').getAttribute('d')")
+    return [tuple(map(float, point.split())) for point in path[1:].split("L")]
+
+
+def test_bytes_are_drawn_on_the_scale_of_what_is_held(written, tiny_folder):
+    """Not of what the batch has allocated, which flattens them; both sides have one scale."""
+    for at, policy in enumerate(POLICIES):
+        _, _, state = generated(tiny_folder, policy, PROMPT, NEW)
+        live, full = bytes_of(written, at, "live"), bytes_of(written, at, "full")
+        assert live[0][0] == full[0][0] == 0
+        assert live[-1][0] == full[-1][0] == 420
+        assert len(live) >= 3, "not drawn as the tokens came"
+        held = float(metrics.live_slots(state).sum()) / (4 * int(state.length[0]))  # of all layers and heads
+        assert (100 - live[-1][1]) / (100 - full[-1][1]) == pytest.approx(held, rel=0.15)
+    highest = min(y for at in (0, 1) for kind in ("live", "full") for _, y in bytes_of(written, at, kind))
+    assert highest == 0
+    assert "on the device" in side(written, 1, "side.querySelector('.allocated').textContent")
+    facts = side(written, 1, "answer.querySelector('.bytes-facts').textContent")
+    assert f"token 1 to {NEW}" in facts
+
+
+def test_no_head_is_cut_on_a_phone(written):
+    written.size(390, 844)
+    eight = "{ring: [0, 90], pages: [], codes: []}"
+    drawn = f"""import('/page/draw.js').then(({{Side}}) => {{
+      const root = document.getElementById('side').content.firstElementChild.cloneNode(true);
+      document.getElementById('sides').append(root);
+      const side = new Side(root, 'eight heads');
+      side.add({{seen: 90, tokens: Array(90).fill('a'), completed: [false], bytes: {{}},
+        streams: [Array(8).fill({eight})]}});
+      side.show(90);
+      const box = root.querySelector('.scroll').getBoundingClientRect();
+      const last = [...root.querySelectorAll('td, th')].map(e => e.getBoundingClientRect().right);
+      root.remove();
+      return [last.length, Math.max(...last) - box.right];
+    }})"""
+    cells, beyond = written.run(drawn)
+    assert cells == 2 * 9
+    assert beyond <= 1
+
+
 def test_codes_and_phi_are_told_apart(written):
     cache = """{seen: 4, completed: [true, false], tokens: [], streams: [
         [{ring: [3, 1], pages: [0, 1], codes: []}, {ring: [3, 1], pages: [], codes: [1, 2]}],
@@ -193,16 +243,76 @@ def test_a_refusal_is_shown(written):
     written.run("document.getElementById('policy-b').value = 'snapkw'")
     written.run("document.getElementById('go').click()")
     written.until("!document.querySelectorAll('.error')[1].hidden")
-    assert "Did you mean 'snapkv'?" in side(written, 1, "side.querySelector('.error').textContent")
+    assert "Did you mean 'snapkv'?" in side(written, 1, "answer.querySelector('.error').textContent")
     written.until("document.getElementById('stop').disabled", 60)
-    assert side(written, 0, "side.querySelector('.answer').textContent") != ""
+    assert side(written, 0, "answer.querySelector('.text').textContent") != ""
+    # Nothing else is there of a text that did not come: no heading over nothing, no sign of work.
+    shown = "[...answer.children, side].filter(e => e.checkVisibility()).map(e => e.className || e.tagName)"
+    assert side(written, 1, shown) == ["H2", "error"]
     written.errors.clear()  # the browser notes every 400
 
 
-def test_stop_frees_the_row(written, server):
+def test_presets_have_a_line_each(written):
+    written.size(1280, 1000)
+    written.run("document.querySelectorAll('.presets')[1].click()")
+    items = written.run("[...document.querySelectorAll('#menu li')].map(e => e.innerText.split('\\n'))")
+    assert {item[0] for item in items} == set(catalogue.PRESETS)
+    assert {item[0]: item[-1] for item in items} == catalogue.summaries()
+    assert written.run("document.activeElement.id") == "find"
+    written.type("snapkv vote")
+    written.until("document.querySelectorAll('#menu li:not([hidden])').length < 10")
+    found = "[...document.querySelectorAll('#menu li:not([hidden]) b')].map(e => e.textContent)"
+    assert written.run(found) == ["snapkv"]
+    written.run("document.querySelector('#menu li:not([hidden]) button').click()")
+    assert written.run("document.getElementById('policy-b').value") == catalogue.PRESETS["snapkv"]
+    assert written.run("document.getElementById('menu').open") is False
+
+
+def test_a_link_holds_prompt_and_policies(written, server):
+    odd = "One & two = 3? #5 + é\n100 % “so”"
     written.run(
-        "(document.getElementById('policy-b').value = '', document.getElementById('tokens').value = 400)"
+        f"(document.getElementById('prompt').value = {odd!r}, document.getElementById('link').click())"
     )
+    link = written.run("location.href")
+    filled = """Object.fromEntries('prompt policy-a policy-b mode tokens temperature'.split(' ')
+        .map(name => [name, document.getElementById(name).value]))"""
+    before = written.run(filled)
+    assert before["prompt"] == odd
+    written.open(server.url + "/version")
+    written.open(link)
+    written.until("document.getElementById('server').textContent.includes('512 positions')")
+    assert written.run(filled) == before
+    assert "key" not in link
+    assert not any("#" in url or "%C3%A9" in url for url in written.requested if url != link)
+
+
+def test_it_says_what_it_waits_for_and_a_phone_shows_it(tab, server):
+    free = threading.Event()
+    tab.size(390, 844)
+    tab.open(server.url + "/")
+    tab.until("document.getElementById('server').textContent.includes('512 positions')")
+    for _ in range(WORKERS):
+        server.service.engine._scheduler.compiler._pool.submit(free.wait, 300)
+    try:
+        for name, value in {"policy-a": "window(11)", "policy-b": "full", "tokens": "9"}.items():
+            tab.run(f"(document.getElementById({name!r}).value = {value!r})")
+        tab.run("document.getElementById('go').click()")
+        tab.until("document.querySelector('.stage')?.textContent.startsWith('Compiles programs')")
+        assert side(tab, 0, "answer.querySelector('.status').checkVisibility()")
+        passed = side(tab, 0, "answer.querySelector('.seconds').textContent")
+        tab.until(f"document.querySelector('.seconds').textContent != {passed!r}")
+    finally:
+        free.set()
+    tab.until("document.getElementById('stop').disabled", 120)
+    assert side(tab, 0, "answer.querySelector('.status').checkVisibility()") is False
+    for at in (0, 1):
+        top, bottom = side(tab, at, "(box => [box.top, box.bottom])(answer.getBoundingClientRect())")
+        assert 0 <= top < bottom <= 844, "an answer is not on the screen"
+
+
+def test_stop_frees_the_row(written, server):
+    for name, value in {"prompt": PROMPT, "policy-b": "", "tokens": "400"}.items():
+        written.run(f"document.getElementById({name!r}).value = {value!r}")
     written.run("document.getElementById('go').click()")
     written.until("document.querySelectorAll('.tokens span').length > 80")
     written.key("Escape", 27)

@@ -31,9 +31,12 @@ PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page/page.js": ("page.js", _SCRIPT),
+    "/page/answer.js": ("answer.js", _SCRIPT),
     "/page/ask.js": ("ask.js", _SCRIPT),
     "/page/cache.js": ("cache.js", _SCRIPT),
     "/page/draw.js": ("draw.js", _SCRIPT),
+    "/page/link.js": ("link.js", _SCRIPT),
+    "/page/menu.js": ("menu.js", _SCRIPT),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 

@@ -94,8 +94,8 @@ class Options:
 
     warm_up: tuple[str | Policy, ...] = option(
         (),
-        "policies that are compiled before the server is ready, for prompts of one token to a few chunks; "
-        "--policy always is, for a short prompt",
+        "policies that are compiled before the server is ready, for prompts of one token to a few chunks, "
+        "alone and together; --policy always is, for a short prompt",
         "'P; Q'",
         type=_some,
     )

@@ -36,6 +36,7 @@ EXIT_MARGIN = 10.0  # seconds after the deadline of --drain at which the process
 NEW_STRUCTURES = 6  # policy structures that a client may have compiled a minute, where others can ask
 WORKER_THREADS = 64  # requests that may wait for the engine's thread at a time
 LAST_SECONDS = 1.0  # in which a server whose engine is dead still answers 503, and its log may be read
+USUAL_ANSWER = 256  # new tokens for which --warm-up has pools made
 
 
 def run(options: Options, model: Any = None) -> int:
@@ -301,7 +302,9 @@ def _warm_up(service: Service) -> None:
     try:
         begun = time.monotonic()
         for spec in service.options.warm_up:
-            engine.warm_up(service.policies.policy(spec), prompts=engine.usual_prompts())
+            policy = service.policies.policy(spec)
+            lengths, rows = engine.usual_prompts(), engine.usual_rows()
+            engine.warm_up(policy, prompts=lengths, rows=rows, answer=USUAL_ANSWER)
         engine.warm_up()
         service.log("ready", seconds=round(time.monotonic() - begun, 2))
     except Exception as error:  # /health and every request report it

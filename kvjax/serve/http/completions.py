@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -144,7 +143,7 @@ class ChatFormat:
 
 def _call(call: Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _finite(value: float) -> float:

@@ -40,7 +40,7 @@ async def create(request: Request, body: ContextBody) -> Response:
     if reason is None:
         return Response(status_code=CLIENT_LEFT)
     if reason == "deadline":
-        raise too_late()
+        raise too_late(body.max_time, service.options.request_timeout)
     if reason == "cancelled":
         raise ApiError(503, "The server shut down before the prompt was read.", code="cancelled")
     await asyncio.to_thread(service.saved_contexts.save)

@@ -67,6 +67,7 @@ class Detokenizer:
         end_tokens: Sequence[int],
         logprobs: bool,
         least: int = 0,
+        marks: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -77,7 +78,9 @@ class Detokenizer:
           end_tokens: ids that end the text and are not shown.
           logprobs: deltas carry their tokens.
           least: new tokens behind which stop strings are looked for.
+          marks: special tokens that are shown all the same.
         """
+        self._text, self._marks = text, {text.tokenizer.token_to_id(mark): mark for mark in marks}
         self._stream, self._prompt_stream = text.stream(after=after), text.stream()
         self._stops, self._end_tokens, self._logprobs = StopStrings(stops), frozenset(end_tokens), logprobs
         self._echo, self._offset, self._prompt_offset = echo, len(echo), 0
@@ -110,11 +113,18 @@ class Detokenizer:
         if event.token is not None:
             self.tokens += 1
             if event.finish_reason != "stop" or event.token not in self._end_tokens:
-                characters = self._stream.step(event.token)
+                characters = self._shown(event.token)
         self._offset += len(characters)
         text += characters if self.tokens <= self._least else self._stops.feed(characters)
         ended = self._stops.hit is not None or event.finish_reason
         return self._last(text, tokens, event) if ended else TextDelta(text, tokens)
+
+    def _shown(self, token: int) -> str:
+        """The characters that a token makes certain."""
+        if token not in self._marks:
+            return self._stream.step(token)
+        rest, self._stream = self._stream.finish(), self._text.stream()
+        return rest + self._marks[token]
 
     def _take_echo(self) -> str:
         echo, self._echo = self._echo, ""

@@ -72,12 +72,17 @@ def too_many(message: str, seconds: float, code: str) -> ApiError:
     return ApiError(429, message, code=code, headers={"Retry-After": str(max(1, math.ceil(seconds)))})
 
 
-def too_late() -> ApiError:
-    """A 504 for a request whose time was over before anything was written."""
-    message = (
-        "The time of the request (max_time, --request-timeout) was over before its first token. Give it "
-    )
-    return ApiError(504, message + "more, or ask again later.", code="deadline_exceeded")
+def too_late(seconds: float | None, limit: float | None) -> ApiError:
+    """For a request whose time was over before anything was written.
+
+    Args:
+      seconds: what it had: its own ``max_time``, or the limit.
+      limit: of all requests; a 504 says that this one was it, a 408 that the client gave too little.
+    """
+    own = limit is None or (seconds is not None and seconds < limit)
+    what = "max_time" if own else "--request-timeout"
+    message = f"The time of the request ({what}) was over before its first token. Give it more, or ask again "
+    return ApiError(408 if own else 504, message + "later.", code="deadline_exceeded")
 
 
 def route_path(scope: Mapping[str, Any]) -> str:
@@ -162,14 +167,14 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {
         401: "No key, or a wrong one",
         403: "A policy or a host that is not allowed",
         404: "No such model, context or request",
-        408: "A body that came too slowly",
+        408: "A body that came too slowly, or max_time was over before the first token",
         409: "A context of that name is held already",
         413: "A body that is too large",
         422: "A body of another form",
         429: "The queue is full, or the client's share is taken; Retry-After says when to ask again",
         500: "A fault of the server",
         503: "Loading, draining, out of KV memory, or the engine is dead",
-        504: "The time of the request was over before the first token",
+        504: "The server's limit of time was over before the first token",
     }.items()
 }
 """For the schema: every route may answer with these."""

@@ -94,7 +94,8 @@ def of_chat(service: Service, body: ChatBody, owner: str = "") -> Generation:
     if form is not None and (isinstance(body.tool_choice, NamedTool) or body.tool_choice == "required"):
         if body.response_format is not None or body.structured_outputs is not None:
             raise bad_request("tool_choice", "A call that must come leaves no other form. Drop one of them.")
-        calls = form.grammar([tool["function"] for tool in offered])
+        token_id = service.model.text.tokenizer.token_to_id
+        calls = form.grammar([tool["function"] for tool in offered], token_id)
         guide = _guide(service, "tool_choice", "grammar", calls)
     asked = _generation(
         service, body, owner, [ids], None, max_tokens, logprobs=logprobs, continues=False, guide=guide

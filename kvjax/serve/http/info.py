@@ -52,12 +52,16 @@ def _model(service: Service) -> schemas.ModelReply:
 
 @router.get("/v1/policies")
 async def policies(request: Request) -> dict[str, Any]:
-    """What ``kv_policy`` may say: the default, the allowed structures (null: all), and names for policies."""
+    """What ``kv_policy`` may say: the default, the allowed structures (null: all), and names for policies.
+
+    ``about`` has a line for each name.
+    """
     policies = service_of(request).policies
     return {
         "default": repr(policies.default),
         "allowed": policies.allowed,
         "presets": dict(catalogue.PRESETS) if policies.allowed is None else {},
+        "about": catalogue.summaries() if policies.allowed is None else {},
     }
 
 

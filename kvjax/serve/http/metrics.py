@@ -143,10 +143,14 @@ async def kv(request: Request, id: str, choice: int = 0) -> JSONResponse:
             "only the newest of those are remembered.",
             code="not_watched",
         )
-    done = tickets[choice].done  # before the cache is read: a client may take what it then gets as the last
-    inspection = await asyncio.to_thread(service.engine.inspect, tickets[choice])
+    ticket = tickets[choice]
+    done = ticket.done  # before the cache is read: a client may take what it then gets as the last
+    progress = await asyncio.to_thread(service.engine.progress, ticket)
+    inspection = await asyncio.to_thread(service.engine.inspect, ticket)
     cache = None if inspection is None else _describe(service, inspection)
-    return JSONResponse({"id": id, "choice": choice, "done": done, "cache": cache})
+    counts = {"prompt_tokens": ticket.prompt_tokens, "read_tokens": progress.read}
+    reply = {"id": id, "choice": choice, "done": done, "stage": progress.stage}
+    return JSONResponse(reply | counts | {"cache": cache})
 
 
 def _describe(service: Service, inspection: Inspection) -> dict[str, Any]:

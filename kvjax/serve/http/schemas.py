@@ -206,7 +206,7 @@ class TextOptions(KVOptions):
     context: ContextName | None = Field(default=None, description="a held context that the prompt continues")
     max_time: Seconds | None = Field(
         default=None,
-        description="seconds after which the answer ends wherever it is; 504 where it did not begin",
+        description="seconds after which the answer ends wherever it is; 408 where it did not begin",
     )
     kv_layers: bool | None = Field(default=None, description="usage.kv has slots by layer and KV head")
     kv_watch: bool | None = Field(
@@ -394,7 +394,7 @@ class ContextBody(KVOptions):
     model: str | None = None
     prompt: ContextPrompt | None = None
     messages: Messages | None = None
-    max_time: Seconds | None = Field(default=None, description="seconds after which reading ends with 504")
+    max_time: Seconds | None = Field(default=None, description="seconds after which reading ends with 408")
 
 
 # --- replies -------------------------------------------------------------------------------------

@@ -81,7 +81,8 @@ async def respond(
         request.state.log_facts.update(completion.log_facts())
 
     if body.stream:
-        return EventStream(_events(service, form, completion, body.stream_options or StreamOptions()), end)
+        options = body.stream_options or StreamOptions()
+        return EventStream(_events(service, form, completion, options, bool(body.kv_watch)), end)
     try:
         texts = await unless_client_leaves(request, completion.texts())
         if texts is None:
@@ -149,7 +150,11 @@ class EventStream(StreamingResponse):
 
 
 async def _events(
-    service: Service, form: ReplyFormat, completion: RunningCompletion, options: StreamOptions
+    service: Service,
+    form: ReplyFormat,
+    completion: RunningCompletion,
+    options: StreamOptions,
+    watched: bool,
 ) -> AsyncIterator[bytes]:
     """The events of a streamed answer; an error in the middle is one of them."""
     head = _head(service, completion, form.chunk_object)
@@ -161,6 +166,8 @@ async def _events(
         return _event(head | {"choices": choices} | ({"usage": completion.usage()} if usage else {}))
 
     try:
+        if watched:
+            yield chunk([], False)  # its id, long before its first token
         for index in range(len(completion.tickets)):
             if opening := form.opening(index):
                 yield chunk([opening], usage_always)
@@ -209,11 +216,12 @@ class RunningCompletion:
         self.id, self.created = f"{id_prefix}-{uuid.uuid4().hex}", int(time.time())
         self._ignored = ignored
         self._generation, self._log, self._begun = generation, service.log, False
+        self._most_seconds = service.options.request_timeout
         requests = [dataclasses.replace(request, client=client) for request in generation.requests]
         self.tickets = service.clients.submit(
             client, len(requests), lambda: service.engine.submit_all(requests)
         )
-        text = service.model.text
+        text, form = service.model.text, generation.calls
         self._detokenizers = [
             Detokenizer(
                 text,
@@ -223,10 +231,10 @@ class RunningCompletion:
                 end_tokens=(*(() if request.ignore_eos else text.eos), *request.stop_tokens),
                 logprobs=request.logprobs is not None,
                 least=request.min_tokens,
+                marks=() if form is None else form.marks,
             )
             for request, echo in zip(requests, generation.echoes)
         ]
-        form = generation.calls
         self._calls = [None if form is None else CallsInText(form) for _ in requests]
         again = sum(ticket.replayed_tokens for ticket in self.tickets)
         service.clients.count_tokens(client, self.usage()["prompt_tokens"] + again)
@@ -259,7 +267,7 @@ class RunningCompletion:
                     raise error
                 self._begun = self._begun or event.token is not None
                 if event.finish_reason == "deadline" and not self._begun:
-                    raise too_late()
+                    raise too_late(self._generation.requests[index].deadline, self._most_seconds)
                 detokenizer = self._detokenizers[index]
                 if detokenizer.done:
                     continue  # the engine was still writing after a stop string

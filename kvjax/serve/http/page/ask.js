@@ -32,6 +32,7 @@ export async function* events(answer) {
     const parts = held.split("\n\n");
     held = parts.pop();
     for (const part of parts) {
+      if (part.startsWith(":")) continue; // a comment keeps the connection open
       const data = part.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const event = JSON.parse(data);

@@ -1,9 +1,7 @@
-// One side of the page: a policy, its answer, and its cache at one of the steps.
+// One side of the page: a policy's cache at one of the looks at it.
 import {holders, lengths, places, size} from "./cache.js";
 
-const SVG = "http://www.w3.org/2000/svg";
-
-function make(tag, text, name) {
+export function make(tag, text, name) {
   const found = document.createElement(tag);
   if (text !== undefined) found.textContent = text;
   if (name) found.className = name;
@@ -11,15 +9,13 @@ function make(tag, text, name) {
 }
 
 export class Side {
-  constructor(root, title) {
-    this.steps = [];
-    this.shown = -1;
+  constructor(root, policy) {
+    this.root = root;
+    this.looks = [];
     this.chosen = -1;
-    this.prompt = 0;
-    for (const name of ["error", "answer", "tokens", "token-facts", "grid", "bytes", "bytes-facts"]) {
-      this[name] = root.querySelector(`.${name}`);
-    }
-    root.querySelector("h2").textContent = title;
+    this.prompt = 0; // tokens
+    for (const name of ["tokens", "token-facts", "grid", "allocated"]) this[name] = root.querySelector(`.${name}`);
+    root.querySelector("h2").textContent = policy;
     this.tokens.addEventListener("keydown", (event) => this.#key(event));
     this.tokens.addEventListener("click", (event) => {
       const at = [...this.tokens.children].indexOf(event.target);
@@ -27,24 +23,17 @@ export class Side {
     });
   }
 
-  say(text) { this.answer.textContent += text; }
+  add(cache) { this.looks.push(cache); }
 
-  fail(message) {
-    this.error.textContent = message;
-    this.error.hidden = false;
-  }
-
-  add(cache) { this.steps.push(cache); }
-
-  // The cache at a step; a step beyond the last is the last.
-  show(step) {
-    const cache = this.steps[Math.min(step, this.steps.length - 1)];
+  // The cache as it was last seen when it had been fed so many tokens.
+  show(seen) {
+    const cache = this.looks.findLast((look) => look.seen <= seen) ?? this.looks[0];
+    this.root.hidden = !cache;
     if (!cache) return;
-    this.shown = step;
     this.cache = cache;
     this.#tokens(cache);
     this.#grid(cache);
-    this.#bytes(cache);
+    this.allocated.textContent = `The running batch, whose rows share its pools, has ${size(cache.bytes.allocated)} on the device.`;
     if (this.chosen >= 0) this.#choose(Math.min(this.chosen, cache.seen - 1));
   }
 
@@ -74,7 +63,7 @@ export class Side {
   #grid(cache) {
     const found = lengths(cache);
     const head = make("tr");
-    head.append(make("td"), ...found[0].map((_, k) => make("th", `head ${k}`)));
+    head.append(make("th", "KV head"), ...found[0].map((_, k) => make("th", String(k))));
     const rows = found.map((layer, index) => {
       const row = make("tr");
       row.append(make("th", `layer ${index}${cache.completed[index] ? " + φ" : ""}`));
@@ -86,35 +75,6 @@ export class Side {
       return row;
     });
     this.grid.replaceChildren(head, ...rows);
-  }
-
-  #bytes(cache) {
-    const steps = this.steps, last = steps[steps.length - 1];
-    const most = Math.max(...steps.map((s) => Math.max(s.bytes.live, s.bytes.allocated, s.bytes.full)));
-    const from = steps[0].seen, span = Math.max(1, last.seen - from);
-    const x = (s) => 5 + (410 * (s.seen - from)) / span;
-    const y = (bytes) => 145 - (135 * bytes) / most;
-    const draw = (tag, attributes) => {
-      const found = document.createElementNS(SVG, tag);
-      for (const [name, value] of Object.entries(attributes)) found.setAttribute(name, value);
-      return found;
-    };
-    const kinds = ["full", "allocated", "live"];
-    const lines = kinds.map((kind) => draw("path", {
-      class: kind,
-      d: steps.map((s, at) => `${at ? "L" : "M"}${x(s).toFixed(1)} ${y(s.bytes[kind]).toFixed(1)}`).join("")
-        + (steps.length === 1 ? "h2" : ""),
-    }));
-    const ground = draw("line", {x1: 5, x2: 415, y1: 145, y2: 145});
-    const now = draw("line", {class: "now", x1: x(cache), x2: x(cache), y1: 5, y2: 145});
-    this.bytes.replaceChildren(ground, ...lines, now);
-    const words = kinds.map((kind) => `${kind} ${size(cache.bytes[kind])}`).join(", ");
-    this.bytes.setAttribute("aria-label", `Bytes after ${cache.seen} tokens: ${words}`);
-    this["bytes-facts"].replaceChildren(...[...kinds].reverse().map((kind) => {
-      const found = make("span");
-      found.append(make("i", "", kind), `${kind} `, make("b", size(cache.bytes[kind])));
-      return found;
-    }), make("span", `after ${cache.seen} tokens`));
   }
 
   // --- one token ---------------------------------------------------------------------------------
