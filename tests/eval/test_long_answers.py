@@ -56,7 +56,8 @@ def test_said_pairs_are_asked_for_500_to_1500_tokens_later():
     for length in (1024, 2048):
         for sample, encoded in drawn("said_pairs", length):
             text = load().text
-            said = len(text.encode(sample.answer.split("\n\n")[0], bos=False))
+            count = len(sample.scored)  # lines of the list, behind a blank one and its heading
+            said = len(text.encode("\n".join(sample.answer.split("\n")[: count + 2]), bos=False))
             first = int(np.flatnonzero(encoded.scored >= 0)[0])
             assert len(encoded.context) < 300
             assert 500 <= first - said <= FARTHEST + 60  # with the sentence that is begun, and the first key
@@ -183,8 +184,8 @@ def test_the_table_of_long_answers_has_their_length_and_both_ways():
         [x.strip() for x in line.strip("|").split("|")]
         for line in table.long_answers(results).splitlines()[2:]
     )
-    assert full[3:] == ["40", "800", "100.0", "100.0", "100.0 (100.0–100.0)", "75.0", "–"]
-    assert cut_[:5] == ["`snapkv(8) + uniform(256, every_step)`", "said_pairs", "1024", "40", "800"]
+    assert full[3:] == ["9", "800", "100.0", "100.0", "100.0 (100.0–100.0)", "75.0", "–"]
+    assert cut_[:5] == ["`snapkv(8) + uniform(256, every_step)`", "said_pairs", "1024", "9", "800"]
     assert cut_[6] == "30.0"
     assert cut_[7].startswith("50.0 (")
     assert cut_[8] == "75.0"
