@@ -47,7 +47,7 @@ def same(one: list, other: list) -> None:
 
 
 def test_rows_with_a_draft_write_what_rows_without_write(always):
-    """Greedy and drawn, shaped and ranked, one that stops inside a draft; drafts of a row's own size."""
+    """Greedy and drawn, shaped and ranked, one that stops inside a draft; drafts of two sizes."""
     plain = [
         asked(37, 13, logprobs=2),
         asked(28, 9, temperature=0.9, seed=4, top_p=0.95),
@@ -68,8 +68,8 @@ def test_rows_with_a_draft_write_what_rows_without_write(always):
     with Engine(tiny.model(), **SIZES) as engine:
         got, usages = written(engine, own)
         now = engine.metrics()
-        assert len(now.batches) == 1
-        assert now.batches[0].pages_used == 0
+        assert len(now.batches) == 2  # how many chunks a draft reads is part of its structure
+        assert all(batch.pages_used == 0 for batch in now.batches)
     for one, other in zip(got, right):
         same(one, other)
     assert got[0][-1].finish_reason == "stop"

@@ -52,6 +52,28 @@ def test_a_dictionary_of_the_list_answers_every_question(name):
         assert sorted({*encoded.scored.tolist()}) == [-1, *range(len(asked))]
 
 
+def test_facts_are_found_by_their_sentence_and_chains_by_following_them():
+    for sample, encoded in drawn("said_facts"):
+        told = re.findall(r"The secret number for (\S+) is (\d{5})\.", sample.answer)
+        said, asked = dict(told[: len(told) // 2]), told[len(told) // 2 :]
+        assert sorted(asked) == sorted(said.items())
+        assert [sample.answer[a:b] for a, b in sample.scored] == [f" {said[key]}" for key, _ in asked]
+        assert "secret" not in sample.context
+        assert sample.tags["gap"][0] > 300
+        assert len(encoded.answer) > 700
+    for sample, encoded in drawn("said_chain"):
+        number = re.search(r"assigned the value (\d+) in", sample.answer).group(1)
+        names = []
+        for name, value in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", sample.answer):
+            assert value in (number, *names)
+            names.append(name)
+        assert len(names) == 5
+        assert [sample.answer[a:b] for a, b in sample.scored] == [f" {name}" for name in names]
+        assert sample.answer.endswith(" ".join(names))
+        assert "VAR" not in sample.context
+        assert len(encoded.answer) > 900
+
+
 def test_said_pairs_are_asked_for_500_to_1500_tokens_later():
     for length in (1024, 2048):
         for sample, encoded in drawn("said_pairs", length):

@@ -49,12 +49,12 @@ def test_what_is_no_draft_is_named(server, fields, says):
 
 
 def test_a_draft_is_allowed_where_its_policy_is(tiny_folder):
-    """Another budget of the draft is of the same structure, as with policies."""
+    """The whole structure is, of which what the draft reads is a part."""
     allowed = f"snapkv; draft({DRAFT})"
     with running(tiny_folder, "--allow-policies", allowed) as server:
+        assert "drafted_tokens" in server.complete(PROMPT, max_tokens=8, kv_draft=DRAFT)["usage"]["kv"]
         wider = DRAFT.replace("chunks=1", "chunks=2")
-        assert "drafted_tokens" in server.complete(PROMPT, max_tokens=8, kv_draft=wider)["usage"]["kv"]
-        for fields in ({"kv_draft": "topk(4)"}, {"kv_draft": DRAFT, "kv_policy": "snapkv + uniform(0.5)"}):
+        for fields in ({"kv_draft": wider}, {"kv_draft": DRAFT, "kv_policy": "snapkv + uniform(0.5)"}):
             status, error = server.refusal("/v1/completions", {"prompt": "a", **fields})
             assert (status, error["param"], error["code"]) == (403, "kv_draft", "policy_not_allowed")
             assert error["message"].startswith("kv_draft ")
