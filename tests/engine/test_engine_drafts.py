@@ -80,6 +80,7 @@ def test_rows_with_a_draft_write_what_rows_without_write(always):
     assert now.completion_tokens == sum(usage.completion_tokens for usage in usages)
 
 
+@pytest.mark.slow
 def test_drafts_that_gain_nothing_end_and_the_text_goes_on(monkeypatch):
     """By a clock that says drafts are slow: plain steps of the same batch, and again a draft now and then."""
     lengths: list[int] = []
@@ -99,6 +100,7 @@ def test_drafts_that_gain_nothing_end_and_the_text_goes_on(monkeypatch):
     assert usage.drafted_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_batch_of_drafts_has_rows_of_one_structure(always):
     """A row without one has another batch; a guide is asked token by token, without drafts."""
 

@@ -114,6 +114,7 @@ def test_weights_that_a_hyperparameter_decides_about_are_a_rows_own():
     assert len({row.tobytes() for row in got}) > 1
 
 
+@pytest.mark.slow
 def test_a_draft_is_a_rows_own(monkeypatch):
     """Two rows whose drafts differ in a number share a batch; texts are those of full reads."""
     monkeypatch.setattr(DraftLength, "saw", lambda self, *seen: None)

@@ -131,6 +131,7 @@ def test_scored_words_are_the_models_own_and_are_fed_back():
         assert outcome.recalled.all()
 
 
+@pytest.mark.slow
 def test_a_wrong_word_of_ones_own_stays_in_the_cache():
     """Teacher-forced a second token is judged after the right first one; else after the written one."""
     samples, outcomes = rows_of("full")
@@ -152,6 +153,7 @@ def test_a_wrong_word_of_ones_own_stays_in_the_cache():
     assert other.own.tolist() == [after_own == changed_answer[5], False]
 
 
+@pytest.mark.slow
 def test_a_policy_that_acts_while_decoding_shrinks_what_a_long_answer_holds():
     _, full = rows_of("full", long=False)
     _, cut_ = rows_of("knorm + uniform(12, every_step) + recent(4)", long=False)

@@ -51,6 +51,7 @@ def test_rows_have_the_columns_of_the_hub_and_get_their_task(tmp_path):
         rows.read(AIME, file_of(tmp_path, [without]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pack")
 def test_a_run_compresses_the_answer_and_says_how_long_it_is(tiny_folder, tmp_path, capsys):
     """Random weights write no box; under a small budget the cache stays small while they write."""

@@ -48,6 +48,7 @@ def test_what_is_no_draft_is_named(server, fields, says):
     assert says in error["message"]
 
 
+@pytest.mark.slow
 def test_a_draft_is_allowed_where_its_policy_is(tiny_folder):
     """The whole structure is, of which what the draft reads is a part."""
     allowed = f"snapkv; draft({DRAFT})"
