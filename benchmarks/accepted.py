@@ -81,7 +81,17 @@ def _one(
         stops=jnp.full(1, EMPTY, jnp.int32),
         how=sampling(count, temperature=temperature),
     )
-    how = (model.network, policy, tokens, model.params, {}, state, rows, np.int32(tokens), np.int32(MOST))
+    how: tuple[Any, ...] = (
+        model.network,
+        policy,
+        tokens,
+        model.params,
+        {},
+        state,
+        rows,
+        np.int32(tokens),
+        np.int32(MOST),
+    )
     *_, tally = rounds.drafted_steps(*how)
     seen = jax.device_get(tally)
     judged, stood = int(seen.judged.sum()), int(seen.accepted.sum())

@@ -91,7 +91,16 @@ class Side:
             stops=jnp.full(1, EMPTY, jnp.int32),
             how=sampling(count),
         )
-        how = (self.network, self.policy, 64, self.params, {}, self.state, rows, np.int32(tokens))
+        how: tuple[Any, ...] = (
+            self.network,
+            self.policy,
+            64,
+            self.params,
+            {},
+            self.state,
+            rows,
+            np.int32(tokens),
+        )
         begun = time.perf_counter()
         if length:
             self.state, _, out, tally = rounds.drafted_steps(*how, np.int32(length))
