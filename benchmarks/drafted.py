@@ -43,8 +43,8 @@ MOST = 8
 """Longest draft."""
 STANDS, FALLS = 7, 8
 """Token that every draft step draws, and the one that verification draws in its place."""
-ROOM = 512
-"""Tokens that a filled row may still write: all turns together."""
+ROOM, WIDTH = 512, 128
+"""Tokens that a filled row may still write, all turns together; and those of one turn, at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +65,10 @@ class Planted:
         real = self.network.logits(params, x)
         token = jnp.full(x.shape[:-1], STANDS)
         if x.ndim == 3:
-            bits = jax.lax.bitcast_convert_type(x[..., 0].astype(jnp.float32), jnp.uint32)
-            bits = (bits + 40503 * jnp.arange(len(x), dtype=jnp.uint32)[:, None]) * jnp.uint32(2654435761)
-            token = jnp.where((bits >> 8).astype(jnp.float32) / 2**24 < self.accepted, STANDS, FALLS)
+            # By the first row's values, so that all rows go on together and none waits for another at the end.
+            bits = jax.lax.bitcast_convert_type(x[:1, :, 0].astype(jnp.float32), jnp.uint32)
+            share = ((bits * jnp.uint32(2654435761)) >> 8).astype(jnp.float32) / 2**24
+            token = jnp.broadcast_to(jnp.where(share < self.accepted, STANDS, FALLS), x.shape[:-1])
         planted = jnp.arange(real.shape[-1]) == token[..., None]
         return jnp.where(planted, jnp.inf, real)
 
@@ -123,7 +124,7 @@ def measured(
     context: int,
     batch: int,
     accepted: float,
-    tokens: int = 16,
+    tokens: int = 48,
     turns: int = 3,
 ) -> dict[str, Any]:
     """One cell: the gain at this acceptance, measured and by the formula.
@@ -134,7 +135,8 @@ def measured(
       context: tokens of a row at the end.
       batch: rows.
       accepted: a.
-      tokens: that a row writes in a turn.
+      tokens: that a row writes in a turn of plain steps; of drafts twice as many, so that the last round, which
+        is cut, counts little. At most half of ``WIDTH``.
       turns: of each kind; the first is not counted.
     """
     full = catalogue.policy("full")

@@ -43,7 +43,7 @@ CASES = [
         for spec, draft in (
             ("write_gate(0.5, window=8) + phi(4)", TOPK),
             ("snapkv(8) + uniform(24) + sinks(2)", QUEST),
-            ("window(8) + sinks(2)", QUEST),
+            ("window(8) + sinks(12)", QUEST),
             ("write_gate(0.5, window=8)", PAGES),
             ("knorm + uniform(16)", QUEST),
             ("full", "magicpig(3, tables=12, sinks=2, tail=6)"),
@@ -228,7 +228,7 @@ def test_planted_acceptance_is_what_verification_draws():
         assert set(network.logits({}, x[:, 0]).argmax(-1).tolist()) == {drafted.STANDS}
         stands = np.asarray(network.logits({}, x).argmax(-1)) == drafted.STANDS
         assert stands.mean() == pytest.approx(accepted, abs=0.02)
-        assert np.ptp(stands.mean(axis=1)) < 0.06  # in every row
+        assert (stands == stands[:1]).all()  # rows go on together
 
 
 @pytest.mark.slow
@@ -241,8 +241,8 @@ def test_measured_gain_counts_tokens_a_second(monkeypatch):
             return (rounds * (0.5 * length + 2.0) if length else float(rounds)), written, rounds
 
     monkeypatch.setattr(drafted, "Side", Clocked)
-    monkeypatch.setattr(drafted, "ROOM", 300)
-    (row,) = drafted.rows("tiny", ("topk(8)",), [(600, 2)], (0.95,), tokens=40, turns=2)
+    monkeypatch.setattr(drafted, "ROOM", 700)
+    (row,) = drafted.rows("tiny", ("topk(8)",), [(800, 2)], (0.95,), tokens=60, turns=3)
     assert (row["d"], row["v"]) == (0.5, 2.0)
     assert row["formula"] == pytest.approx(gain(0.95, row["length"], 0.5, 2.0), abs=1e-3)
     assert row["measured"] == pytest.approx(row["formula"], rel=0.25)
