@@ -65,7 +65,7 @@ class Planted:
         real = self.network.logits(params, x)
         token = jnp.full(x.shape[:-1], STANDS)
         if x.ndim == 3:
-            # By the first row's values, so that all rows go on together and none waits for another at the end.
+            # By the first row's values: all rows go on together, and none waits for another at the end.
             bits = jax.lax.bitcast_convert_type(x[:1, :, 0].astype(jnp.float32), jnp.uint32)
             share = ((bits * jnp.uint32(2654435761)) >> 8).astype(jnp.float32) / 2**24
             token = jnp.broadcast_to(jnp.where(share < self.accepted, STANDS, FALLS), x.shape[:-1])
@@ -135,8 +135,8 @@ def measured(
       context: tokens of a row at the end.
       batch: rows.
       accepted: a.
-      tokens: that a row writes in a turn of plain steps; of drafts twice as many, so that the last round, which
-        is cut, counts little. At most half of ``WIDTH``.
+      tokens: that a row writes in a turn of plain steps; of drafts twice as many, so that the last round,
+        which is cut, counts little. At most half of ``WIDTH``.
       turns: of each kind; the first is not counted.
     """
     full = catalogue.policy("full")
