@@ -222,7 +222,7 @@ def test_planted_acceptance_is_what_verification_draws():
         def logits(self, params, x):
             return jnp.zeros((*x.shape[:-1], 16))
 
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 1000, 8)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8000, 8)), jnp.float32)
     for accepted in (0.0, 0.8, 1.0):
         network = drafted.Planted(Zeros(), accepted).at(64)
         assert set(network.logits({}, x[:, 0]).argmax(-1).tolist()) == {drafted.STANDS}
