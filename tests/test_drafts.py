@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 import kvjax
-from benchmarks import drafted, drafts
+from benchmarks import drafts
 from benchmarks.random_model import SIZES
 from kvjax import decode, layer
 from kvjax.algebra import Policy, PolicyError
@@ -208,43 +208,3 @@ def test_the_table_counts_the_bytes_of_a_step():
     read = 24 * 2 * (2 * 64 * 2 * (8 * 16 + 64) + 2 * 64 * 4 * (8192 - 64) / 16)
     assert small["d"] == pytest.approx((weights + read) / (weights + cache), rel=1e-3)
     assert small["gain"]["0.8"] < 1 < large["gain"]["0.8"]
-
-
-def test_planted_acceptance_is_what_verification_draws():
-    """Every draft step draws one token; a verified position draws it as often as was asked."""
-
-    class Zeros:
-        """A network without an opinion."""
-
-        def at(self, context):
-            return self
-
-        def logits(self, params, x):
-            return jnp.zeros((*x.shape[:-1], 16))
-
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8000, 8)), jnp.float32)
-    for accepted in (0.0, 0.8, 1.0):
-        network = drafted.Planted(Zeros(), accepted).at(64)
-        assert set(network.logits({}, x[:, 0]).argmax(-1).tolist()) == {drafted.STANDS}
-        stands = np.asarray(network.logits({}, x).argmax(-1)) == drafted.STANDS
-        assert stands.mean() == pytest.approx(accepted, abs=0.02)
-        assert (stands == stands[:1]).all()  # rows go on together
-
-
-@pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="of 0.95 that are planted fewer stand: 4.0 of 7.4 tokens a round")
-def test_measured_gain_counts_tokens_a_second(monkeypatch):
-    """On a clock that takes a second a plain step, half of one a draft step and two a verification."""
-
-    class Clocked(drafted.Side):
-        def piece(self, tokens, length):
-            _, written, rounds = super().piece(tokens, length)
-            return (rounds * (0.5 * length + 2.0) if length else float(rounds)), written, rounds
-
-    monkeypatch.setattr(drafted, "Side", Clocked)
-    monkeypatch.setattr(drafted, "ROOM", 700)
-    (row,) = drafted.rows("tiny", ("topk(8)",), [(800, 2)], (0.95,), tokens=60, turns=3)
-    assert (row["d"], row["v"]) == (0.5, 2.0)
-    assert row["formula"] == pytest.approx(gain(0.95, row["length"], 0.5, 2.0), abs=1e-3)
-    assert row["measured"] == pytest.approx(row["formula"], rel=0.25)
-    assert drafted.line(row).startswith("tiny")
