@@ -6,10 +6,11 @@ import contextlib
 import datetime
 import importlib
 import json
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def _run(words: Sequence[str]) -> int:
     commands: dict[str, Callable[[Any, Sequence[str]], None]] = {
         "compile": _compile,
         "drafts": _drafts,
+        "accepted": _accepted,
         "host": _host,
         "load": _load,
         "parity": _parity,
@@ -87,6 +89,41 @@ def _drafts(options: arguments.Drafts, words: Sequence[str]) -> None:
         print(json.dumps(row) if options.json else drafts.line(row), flush=True)
     if options.out:
         print(results.save(options.out, "drafts", {"command": results.written_command(words), "rows": rows}))
+
+
+def _accepted(options: arguments.Accepted, words: Sequence[str]) -> None:
+    from benchmarks import accepted
+    from kvjax.loading import load
+
+    model = load()
+    found = (
+        row
+        for context in options.contexts
+        for row in accepted.rows(
+            model,
+            options.targets,
+            options.drafts,
+            options.tasks,
+            length=context,
+            temperatures=options.temperatures,
+            count=options.count,
+            tokens=options.new,
+        )
+    )
+    _said(options, words, "accepted", found, accepted.line)
+
+
+def _said(
+    options: Any, words: Sequence[str], name: str, found: Iterable[Row], line: Callable[[Row], str]
+) -> None:
+    """Rows on standard output as they come, and saved with the machine."""
+    rows = []
+    for row in found:
+        rows.append(row)
+        print(json.dumps(row) if options.json else line(row), flush=True)
+    if options.out:
+        run = _header(words, os.cpu_count() or 1) | {"date": _today(), "rows": rows}
+        print(results.save(options.out, name, run))
 
 
 def _load(options: arguments.Load, words: Sequence[str]) -> None:

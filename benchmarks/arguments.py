@@ -33,6 +33,13 @@ DRAFTED = ("base", "0.5b", "1b", "llama-3.1-8b")
 """Models of the table of drafts."""
 
 
+_SHARE = cli.Rule(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+
+
+def _shares(text: str) -> list[float]:
+    return [_SHARE(word) for word in cli.words(text)] or [_SHARE("")]
+
+
 def _specs(default: tuple[str, ...]) -> Any:
     return shared("--policy", default, "one-string form; several times", action="append", flag="--policy")
 
@@ -89,6 +96,30 @@ class Drafts(_Rows):
     def __post_init__(self) -> None:
         """Raises PolicyError: a selection that cannot be built."""
         for spec in self.drafts:
+            policy(spec)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accepted(_Rows):
+    """Measure how many drafted tokens stand in the embedded model's text."""
+
+    targets: tuple[str, ...] = _specs(("full", "snapkv + uniform(0.5)"))
+    drafts: tuple[str, ...] = option(
+        ("quest(chunks=8)", "quest(chunks=8, dense=0)", "topk(0.02)"), "a selection; several times", "SPEC",
+        action="append", flag="--draft",
+    )  # fmt: skip
+    tasks: tuple[str, ...] = option(
+        ("ppl_books", "niah", "mqar"), "of evaluation, whose prompts are written on", "NAMES", type=cli.words,
+        flag="--task",
+    )  # fmt: skip
+    contexts: tuple[int, ...] = option((1024, 4096), "tokens of prompt and text", flag="--context")
+    temperatures: tuple[float, ...] = option((0.0, 0.8), "of sampling", "X,X", type=_shares)
+    count: int = option(4, "prompts of a task", flag="--samples")
+    new: int = option(64, "tokens written behind each")
+
+    def __post_init__(self) -> None:
+        """Raises PolicyError: a policy or selection that cannot be built."""
+        for spec in (*self.targets, *self.drafts):
             policy(spec)
 
 
@@ -189,6 +220,7 @@ COMMANDS: dict[str, type] = {
     "host": Host,
     "compile": Compile,
     "drafts": Drafts,
+    "accepted": Accepted,
     "load": Load,
     "decode": Decode,
     "prefill": Prefill,

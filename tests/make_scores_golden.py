@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from lm_eval.tasks.hendrycks_math import utils as mathematics
 from lm_eval.tasks.longbench import metrics
 from lm_eval.tasks.ruler import common_utils as ruler
 from rouge_score import rouge_scorer
@@ -146,6 +147,21 @@ def matched(rng: np.random.Generator, task: str) -> list[object]:
     ]
 
 
+FORMS = [
+    "\\frac{1}{2}", "\\frac12", "\\dfrac{1}{2}", "1/2", "0.5", " .5", "x = 0.5", "\\frac{-1}{2}", "-\\frac12",
+    "\\sqrt3", "\\sqrt{3}", "\\left(1, 2\\right)", "(1,2)", "90^\\circ", "90^{\\circ}", "90", "90\\%",
+    "90\\text{ cm}", "\\$90", "9 0", "10/20", "01/2", "1,000", "1000", "\\frac{.5}{2}", "\\frac{0.5}{2}",
+    "x=y=2",
+]  # fmt: skip
+
+
+def equal(rng: np.random.Generator, task: str) -> list[object]:
+    """A case of MATH: two answers, half of the time of neighbours, which are mostly equal."""
+    at = int(rng.integers(len(FORMS) - 1))
+    other = FORMS[at + 1] if rng.random() < 0.7 else FORMS[int(rng.integers(len(FORMS)))]
+    return ["math", task, FORMS[at], [other], [], float(mathematics.is_equiv(FORMS[at], other))]
+
+
 def google(rng: np.random.Generator, kind: str) -> list[object]:
     """A case of rouge-score."""
     ref = text(rng, WORDS, 60)
@@ -159,6 +175,8 @@ def main() -> None:
     cases = [longbench(rng, task) for task in BY_TASK for _ in range(30)]
     cases += [matched(rng, task) for task in ("niah_multivalue", "qa_1") for _ in range(30)]
     cases += [google(rng, kind) for kind in ("rougeL", "rougeLsum") for _ in range(30)]
+    own = np.random.default_rng(38)
+    cases += [equal(own, "normal form") for _ in range(30)]
     FILE.write_text(
         "[\n" + ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases) + "\n]\n", "utf-8"
     )

@@ -43,7 +43,7 @@ CASES = [
         for spec, draft in (
             ("write_gate(0.5, window=8) + phi(4)", TOPK),
             ("snapkv(8) + uniform(24) + sinks(2)", QUEST),
-            ("window(8) + sinks(2)", QUEST),
+            ("window(8) + sinks(12)", QUEST),
             ("write_gate(0.5, window=8)", PAGES),
             ("knorm + uniform(16)", QUEST),
             ("full", "magicpig(3, tables=12, sinks=2, tail=6)"),

@@ -130,7 +130,7 @@ TABLE = {
     "kvjax.engine.batch": rf"{STATE}|kvjax\.(algebra|decode|layer|metrics|sampling)"
     r"|kvjax\.engine\.(decoding|compiler|metrics|pages|request|ticket)",
     "kvjax.engine.memory": rf"{STATE}|kvjax\.(algebra|decode|metrics)"
-    r"|kvjax\.engine\.(decoding|batch|contexts|errors|guided|pages|prefix|request|settings|ticket)",
+    r"|kvjax\.engine\.(decoding|batch|contexts|drafted|errors|guided|pages|prefix|request|settings|ticket)",
     "kvjax.grammar": r"kvjax\.(engine|text)",
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",

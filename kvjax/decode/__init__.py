@@ -12,7 +12,8 @@ counts are read between them, never inside.
   step                one token a row through the model; pure; ``run_layers``: your own function at each layer
   piece               T tokens a row, a piece of a prompt; pure
   read_chunk          many tokens a row, through one program per layer
-  drafted_steps       ``decode_steps`` by drafts of a selection (``with_draft``), which full reads verify
+  drafted_steps       ``decode_steps`` by drafts of a selection (``with_draft``), which full reads verify;
+                      ``round_of``: one draft, and its verification
   empty, reserve      what a state has space for, and the sizes programs are compiled for
   read_ids            token ids, checked against the model's vocabulary; ``read_prompts``: of each row
   read_policy         the policy that a text means on a model; ``check_...``: what calls of these refuse
@@ -65,8 +66,8 @@ from kvjax.decode._checks import (
     read_prompts,
     with_draft,
 )
-from kvjax.decode._draft import Tally, drafted_steps
-from kvjax.decode._draft_length import best_length, gain
+from kvjax.decode._draft import Tally, drafted_steps, round_of
+from kvjax.decode._draft_length import DraftLength, best_length, gain
 from kvjax.decode._generate import Generation, generate, stream
 from kvjax.decode._loop import DecodeRows, decode_loop, decode_steps
 from kvjax.decode._placement import on_mesh
@@ -103,6 +104,7 @@ __all__ = [
     "Behind",
     "ChunkPrograms",
     "DecodeRows",
+    "DraftLength",
     "Generation",
     "Keys",
     "LayerCall",
@@ -160,6 +162,7 @@ __all__ = [
     "replay_layer",
     "reserve",
     "roomy",
+    "round_of",
     "run_layers",
     "score_layer",
     "share_slots",

@@ -35,30 +35,30 @@ from kvjax.sharding.specs import of_state
 from kvjax.types import EMPTY, Network, Params, pytree
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+    from jaxtyping import Array, Float, Int
 
 
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tally:
-    """What became of drafts, summed over rows.
+    """What became of each row's drafts.
 
     Attributes:
-      rounds: verifications.
+      rounds: verifications, of all rows together.
       drafted: tokens that were drafted and fed.
       judged: of these, those before which every other one of their round was accepted.
       accepted: of these, those that plain decoding writes.
     """
 
     rounds: Int[Array, ""]
-    drafted: Int[Array, ""]
-    judged: Int[Array, ""]
-    accepted: Int[Array, ""]
+    drafted: Int[Array, " B"]
+    judged: Int[Array, " B"]
+    accepted: Int[Array, " B"]
 
     @staticmethod
-    def zero() -> Any:
-        zeros: dict[str, Any] = {field.name: np.int32(0) for field in dataclasses.fields(Tally)}
-        return Tally(**zeros)
+    def zero(rows: int) -> Any:
+        none = jnp.zeros(rows, jnp.int32)
+        return Tally(rounds=jnp.int32(0), drafted=none, judged=none, accepted=none)
 
 
 @functools.partial(jax.jit, static_argnames=("network", "width"), donate_argnames=("state",))
@@ -93,7 +93,7 @@ def drafted_steps(
 
     def once(carry: tuple[KVState, DecodeRows, Array, Array, Tally]) -> Any:
         state, rows, out, written, tally = carry
-        state, rows, drawn, seen = round_of(
+        state, rows, drawn, seen, _ = round_of(
             network, policy, params, weights, state, rows, most - written, length
         )
         at = jnp.where(drawn >= 0, written[:, None] + jnp.arange(drawn.shape[1]), width)
@@ -101,7 +101,7 @@ def drafted_steps(
         written = written + (drawn >= 0).sum(axis=1)
         return state, rows, out, written, jax.tree.map(jnp.add, tally, seen)
 
-    carry = (state, rows, out, jnp.zeros(state.rows, jnp.int32), jax.tree.map(jnp.asarray, Tally.zero()))
+    carry = (state, rows, out, jnp.zeros(state.rows, jnp.int32), Tally.zero(state.rows))
     state, rows, out, _, tally = jax.lax.while_loop(any_left, once, carry)
     return state, *state.mesh.everywhere((rows, out, tally))
 
@@ -127,8 +127,9 @@ def plain_steps(
         most,
     )
     steps = (out >= 0).any(axis=0).sum(dtype=jnp.int32)
-    tally = dataclasses.replace(Tally.zero(), rounds=steps)
-    return state, *state.mesh.everywhere((rows, out, jax.tree.map(jnp.asarray, tally)))
+    return state, *state.mesh.everywhere(
+        (rows, out, dataclasses.replace(Tally.zero(state.rows), rounds=steps))
+    )
 
 
 def round_of(
@@ -140,7 +141,7 @@ def round_of(
     rows: DecodeRows,
     spare: Int[Array, " B"],
     length: Int[Array, ""],
-) -> tuple[KVState, DecodeRows, Int[Array, "B T"], Tally]:
+) -> tuple[KVState, DecodeRows, Int[Array, "B T"], Tally, Float[Array, "B T V"]]:
     """Drafts, verifies and writes, once. Pure; T is one more than ``policy.selection.most``.
 
     Args:
@@ -148,7 +149,8 @@ def round_of(
       spare: tokens that each row may be given; rows with none are left as they are.
 
     Returns:
-      The state, the rows, the tokens drawn with EMPTY behind each row's last one, and what became of drafts.
+      The state, the rows, the tokens drawn with EMPTY behind each row's last one, what became of drafts, and
+      the logits that tokens were drawn from.
     """
     mesh = state.mesh
     active = rows.active & (spare > 0)
@@ -189,11 +191,11 @@ def round_of(
     state = dataclasses.replace(state, layers=layers, length=mesh.everywhere(state.length + written))
     tally = Tally(
         rounds=jnp.int32(1),
-        drafted=(count - active).sum(),
-        judged=judged.sum(),
-        accepted=accepted.sum(),
+        drafted=count - active,
+        judged=judged.sum(axis=0, dtype=jnp.int32),
+        accepted=accepted.sum(axis=0, dtype=jnp.int32),
     )
-    return state, rows, drawn.T, tally
+    return state, rows, drawn.T, tally, logits
 
 
 def _drafted(
@@ -284,10 +286,10 @@ class Drafter:
             state, rows, out, tally = plain_steps(network, policy, every, *how)
         counts = jax.device_get(tally)  # waits
         seconds = time.perf_counter() - begun
-        self.drafted += int(counts.drafted)
-        self.accepted += int(counts.accepted)
+        self.drafted += int(counts.drafted.sum())
+        self.accepted += int(counts.accepted.sum())
         timed = _programs() == known and not state.mesh.across
-        seen = (int(counts.rounds), int(counts.judged), int(counts.accepted))
+        seen = (int(counts.rounds), int(counts.judged.sum()), int(counts.accepted.sum()))
         self.length.saw(k, *seen, seconds if timed else None)
         return state, rows, out
 

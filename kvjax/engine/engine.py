@@ -239,6 +239,7 @@ class Engine:
         policy = self._policy
         if request.policy is not None:
             policy = decode.read_policy(request.policy, self._model, **tokens)
+        policy = decode.with_draft(policy, request.draft)
         batched = paged(policy, self._settings.context)
         self._scheduler.memory.check_fits(batched)  # computes its shapes in this thread: that takes a while
         learned = self._learned(request, policy)

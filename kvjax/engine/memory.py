@@ -21,6 +21,7 @@ from kvjax.engine import pages as paging
 from kvjax.engine.batch import CommonPrograms, RunningBatch, Structure
 from kvjax.engine.contexts import Contexts
 from kvjax.engine.decoding import Snapshot
+from kvjax.engine.drafted import DraftedBatch
 from kvjax.engine.errors import MemoryFull
 from kvjax.engine.guided import GuidedBatch
 from kvjax.engine.prefix import HeldKeys, Key, Prefix, Prefixes
@@ -133,7 +134,8 @@ class Memory:
         ``reading`` bytes must be left beside it, for the row that is read.
         """
         policy = request.policy
-        kind = GuidedBatch if request.guided else RunningBatch
+        drafts = policy.selection.drafts is not None
+        kind = GuidedBatch if request.guided else DraftedBatch if drafts else RunningBatch
         serving = [x for x in self.batches if x.structure is structure and x.guided == request.guided]
         if serving:
             return next((batch for batch in serving if None in batch.rows), serving[0])

@@ -97,6 +97,7 @@ class Metrics:
       prompt_tokens: tokens read from prompts.
       cached_tokens: prompt tokens that did not have to be read.
       completion_tokens: new tokens.
+      drafted_tokens, accepted_tokens: tokens that were drafted, and of these accepted.
       tokens_seen: (token, layer, KV head) triples that were fed to rows that have ended.
       tokens_kept: of these, those still held when the row ended.
       tokens_evicted: of these, those that were not admitted, or evicted.
@@ -119,6 +120,8 @@ class Metrics:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     tokens_seen: int
     tokens_kept: int
     tokens_evicted: int
@@ -166,6 +169,7 @@ class Counters:
         self.queue, self.total = Histogram(), Histogram()
         self.prompts, self.completions = Histogram(LENGTHS), Histogram(LENGTHS)
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = self.preempted = 0
+        self.drafted_tokens = self.accepted_tokens = 0
         self._requests: collections.Counter[str] = collections.Counter()
         self._seen = self._kept = 0
         self._ends: collections.deque[float] = collections.deque(maxlen=32)
@@ -214,6 +218,8 @@ class Counters:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             completion_tokens=self.completion_tokens,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             tokens_seen=self._seen,
             tokens_kept=self._kept,
             tokens_evicted=self._seen - self._kept,

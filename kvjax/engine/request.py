@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from kvjax import decode
-from kvjax.algebra import Policy
+from kvjax.algebra import Policy, Selection
 from kvjax.decode import RequestError
 from kvjax.sharding.mesh import mesh_of
 from kvjax.types import Params, Weighted
@@ -75,6 +75,8 @@ class Request:
       ignore_eos: the model's own end tokens do not end the text.
       stop_tokens: further token ids that do.
       policy: what the cache keeps, in one-string form or as a value; None is the engine's default.
+      draft: a selection that drafts for that policy, as of ``kvjax.generate``; the text stays what it is. A
+        row with a ``guide`` is written without.
       weights: sources of learned weights by part name, as of ``kvjax.weights_for``; None: those that
         ``context`` was read with, else those the engine was given, else what the model ships.
       deadline: seconds after ``submit`` at which the request ends wherever it is.
@@ -104,6 +106,7 @@ class Request:
     ignore_eos: bool = False
     stop_tokens: tuple[int, ...] = ()
     policy: str | Policy | None = None
+    draft: str | Selection | None = None
     weights: Mapping[str, Source] | None = None
     deadline: float | None = None
     context: str | None = None
@@ -174,6 +177,7 @@ class Usage:
       prompt_tokens: tokens of the prompt, those of a held context included.
       cached_tokens: of these, how many were not read anew (context, shared prefix).
       completion_tokens: new tokens so far.
+      drafted_tokens, accepted_tokens: drafted so far, and of these accepted; 0 without a draft.
       preempted: how often its row had to make room for others and was read again.
       first_token: seconds from ``submit`` to the first new token; None before it.
       total: seconds from ``submit`` to the end, or to now.
@@ -183,6 +187,8 @@ class Usage:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     preempted: int
     first_token: float | None
     total: float

@@ -143,6 +143,8 @@ class Scheduler:
         self._waited += time.monotonic() - waits
         rows = batch.taken.items()
         written = [(number, row.request, row.request.record(drawn, number)) for number, row in rows]
+        for number, request, _ in written:
+            request.count_drafts(*batch.drafts(number))
         # The last event says so; where a guide failed, the ticket does.
         gone = [n for n, one, events in written if one.ticket.done or (events and events[-1].finish_reason)]
         steps = self._settings.segment

@@ -62,6 +62,7 @@ class Ticket:
         self._finish: str | None = None
         self._error: BaseException | None = None
         self._cached = self._completion = self._preempted = 0
+        self._drafted = self._accepted = 0
         self._first: float | None = None
         self._ended: float | None = None
         self._kv: KVUsage | None = None
@@ -149,6 +150,8 @@ class Ticket:
                 prompt_tokens=self.prompt_tokens,
                 cached_tokens=self._cached,
                 completion_tokens=self._completion,
+                drafted_tokens=self._drafted,
+                accepted_tokens=self._accepted,
                 preempted=self._preempted,
                 first_token=None if self._first is None else self._first - self.submitted,
                 total=end - self.submitted,
@@ -171,6 +174,11 @@ class Ticket:
             if events and events[-1].finish_reason is not None:
                 self._finish, self._ended = events[-1].finish_reason, time.monotonic()
             self._wake()
+
+    def _count_drafts(self, drafted: int, accepted: int) -> None:
+        with self._lock:
+            self._drafted += drafted
+            self._accepted += accepted
 
     def _restarted(self) -> None:
         """Its row made room for others and is read again."""
@@ -313,6 +321,13 @@ class EngineRequest:
             if done:
                 break
         return events
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Counts what a program drafted for it."""
+        if drafted:
+            self.ticket._count_drafts(drafted, accepted)
+            self.counters.drafted_tokens += drafted
+            self.counters.accepted_tokens += accepted
 
     def deliver(self, events: list[Event], kv: KVUsage | None, took: float = 0.0) -> None:
         """Hands events out and counts new tokens, which took so many seconds to make."""

@@ -11,7 +11,7 @@ from typing import Any
 from kvjax import cli, weights
 from kvjax.cli import option, shared
 from kvjax.eval.errors import EvalError
-from kvjax.eval.measure.protocol import PROTOCOLS
+from kvjax.eval.measure.protocol import EVERY, PROTOCOLS
 from kvjax.loading import EMBEDDED
 from kvjax.weights import Sources
 
@@ -19,7 +19,7 @@ SMOKE = Path("configs/eval/smoke.yaml")
 
 _PROTOCOL = (
     "does the policy see the question while it compresses? (default: agnostic, no; the words that begin the "
-    "answer follow in both)"
+    "answer follow in both; tasks with long answers have a protocol of their own, answer)"
 )
 
 
@@ -32,7 +32,7 @@ _LENGTHS = "tokens; BOS, what the chat template writes, question and answer are 
 
 _SUITE = (
     "its rows from the hub, its prompts and scores: kvpress-ruler-4k, -8k, -16k, longbench, longbench-TASK, "
-    "longbench-v2"
+    "longbench-v2, aime25, math500"
 )
 _PRICE = cli.Rule(float, lambda x: 0 <= x < 1e6, "a number, 0 or more")
 _RATIO = cli.Rule(float, lambda x: 0 < x < 1, "a number above 0, below 1")
@@ -82,7 +82,7 @@ class Run(TaskOptions):
     lengths: tuple[int, ...] = option((512,), _LENGTHS, "N,N", type=cli.numbers(64))
     samples: int | None = option(None, "of a cell (default: 50); of each task of a suite (default: all)")
     seeds: tuple[int, ...] = option((0,), "of samples", "N,N", type=cli.numbers(0))
-    protocol: str = option("agnostic", _PROTOCOL, choices=(*PROTOCOLS, "both"))
+    protocol: str = option("agnostic", _PROTOCOL, choices=(*EVERY, "both"))
     out: Path = shared("--out", help="folder of results, resumed if there", required=True)
     progress: bool | None = shared("--progress")
     suite: str | None = option(None, _SUITE, "NAME", group="a public benchmark")
@@ -239,8 +239,8 @@ class Job:
             raise EvalError(f"samples: {self.samples!r} is out of range. Give a whole number, 1 or more.")
         if self.solved is not None and not _is(self.solved, int, 1):
             raise EvalError(f"solved: {self.solved!r} is out of range. Give a whole number, 1 or more.")
-        if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
-            raise EvalError(f"protocols: {list(self.protocols)!r}. Give one or both of {list(PROTOCOLS)}.")
+        if not self.protocols or not set(self.protocols) <= set(EVERY):
+            raise EvalError(f"protocols: {list(self.protocols)!r}. Give one or more of {list(EVERY)}.")
         if self.gates is not None and self.weights is not None:
             raise EvalError(f"gates: {self.gates} and weights: {self.weights} are both given. Keep weights.")
 

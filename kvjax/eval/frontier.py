@@ -56,7 +56,7 @@ class FrontierConfig:
 
     Attributes:
       shares: budgets, of the 16-bit bytes of a cache that keeps everything.
-      protocols: agnostic, aware, or both.
+      protocols: of agnostic, aware and answer.
       policies: templates with the sources of their weights; one without ``{n}`` has no budget to set.
       stages: in order.
     """

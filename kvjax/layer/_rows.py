@@ -49,8 +49,20 @@ def _kind(kind: Any) -> type[Part]:
     wraps = {"arrive": _observing} | _METHODS[kind.place]
     if kind.at_layer is not Part.at_layer:
         wraps = wraps | {"at_layer": _at_layer}
-    methods = {name: wrap(getattr(kind, name)) for name, wrap in wraps.items()}
+    methods: dict[str, Any] = {name: wrap(getattr(kind, name)) for name, wrap in wraps.items()}
+    if isinstance(inner := getattr(kind, "drafts", None), property):
+        methods["drafts"] = _drafting(inner)
     return type(kind.__name__, (kind,), methods | {"_of_one_row": kind})
+
+
+def _drafting(inner: property) -> property:
+    """The selection that drafts, row by row like the one that names it."""
+
+    def drafts(self: Part) -> Part:
+        part: Part = inner.fget(self)  # type: ignore[misc]
+        return _by_rows(part) if part.traced else part
+
+    return property(drafts)
 
 
 def _rows_of(part: Part, method: Callable[..., Any], *args: Any) -> Any:

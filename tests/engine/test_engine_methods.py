@@ -13,9 +13,11 @@ import tiny
 import kvjax
 from kvjax import catalogue
 from kvjax.algebra import Frame, Number, Observation, Picked, Policy, Selection
+from kvjax.decode import DraftLength
 from kvjax.engine import Engine, Request
 from kvjax.engine.request import LearnedWeights, WeightCache
 from kvjax.layer import by_rows, stack_policies
+from kvjax.policies.draft import Draft
 from kvjax.types import EMPTY
 from pallas_kernels.ragged_decode.api import largest_scores
 
@@ -110,6 +112,25 @@ def test_weights_that_a_hyperparameter_decides_about_are_a_rows_own():
         alone = policy.admission.admit(policy.admission.at_layer(weights, 1), one)
         np.testing.assert_array_equal(got[row : row + 1], alone)
     assert len({row.tobytes() for row in got}) > 1
+
+
+@pytest.mark.slow
+def test_a_draft_is_a_rows_own(monkeypatch):
+    """Two rows whose drafts differ in a number share a batch; texts are those of full reads."""
+    monkeypatch.setattr(DraftLength, "saw", lambda self, *seen: None)
+    policies = [Policy(selection=Draft(NearestPages(share), most=2)) for share in (0.1, 0.9)]
+    with Engine(tiny.model(), max_rows=2, context=96, chunk=16, segment=4, page=tiny.PAGE) as engine:
+        requests = [Request(prompt=tiny.prompt(40, 3), max_new_tokens=12, policy=p) for p in policies]
+        tickets = engine.submit_all(requests)
+        texts = [ticket.result() for ticket in tickets]
+        assert len(engine.metrics().batches) == 1
+    want = kvjax.generate(
+        tiny.model(), "full", [tiny.prompt(40, 3)], max_new_tokens=12, chunk_size=16, page=tiny.PAGE
+    )
+    assert texts == 2 * want.tokens
+    nearest, all_ = (ticket.usage for ticket in reversed(tickets))
+    assert nearest.drafted_tokens > 0 < all_.drafted_tokens
+    assert nearest.accepted_tokens < all_.accepted_tokens  # who reads more drafts better
 
 
 def test_a_budget_reads_the_confidence_of_its_own_row():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvjax.eval.errors import EvalError
-from kvjax.eval.suites import helmet, longbench, rouge, ruler
+from kvjax.eval.suites import helmet, longbench, mathematics, rouge, ruler
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "suite_scores.json").read_text("utf-8"))
 CHINESE = {"multifieldqa_zh", "dureader", "vcsum"}
@@ -23,6 +23,8 @@ HAS_JIEBA = importlib.util.find_spec("jieba") is not None
 def ours(rule, task, output, refs, classes):
     if rule == "longbench":
         return longbench.score(task, output, refs, classes)
+    if rule == "math":
+        return float(mathematics.normal(output) == mathematics.normal(refs[0]))
     if rule == "ruler":
         return ruler.lm_eval(output, refs)
     return {"rougeL": rouge.rouge_l, "rougeLsum": rouge.rouge_lsum}[task](output, refs[0])

@@ -43,11 +43,14 @@ class Outcome:
       label: the label with the highest length-normalised log-probability; None without labels.
       kept: live slots over tokens seen when the answer begins, mean over layers and KV heads.
       heads: the same per layer and KV head.
-      peak, mean: of the kept fraction over the steps of the answer.
+      peak, mean: of the kept fraction over the steps of the reference, or of what was written (``free``).
       reads: read per KV head and step, by ``forced.READ_KINDS``.
       retention: share of (layer, head, needed token) held when the answer begins; None if none is needed.
       live, peak_live: bytes when the answer begins, and at their highest.
       held: per position, how many (layer, KV head) hold the token when the answer begins.
+      written: tokens of the output, an end token included; 0 where nothing was written.
+      own: as ``recalled`` where the scored tokens are the model's own and are fed back as it wrote them; None
+        for tasks without long answers.
       kl, top: over the scored tokens, the mean divergence of the full cache's distribution from this one in
         nats, and the share with the same likeliest token; None where it is not compared.
     """
@@ -66,6 +69,8 @@ class Outcome:
     live: float
     peak_live: float
     held: Int[np.ndarray, " T"]
+    written: int = 0
+    own: Bool[np.ndarray, " Q"] | None = None
     kl: float | None = None
     top: float | None = None
 
@@ -99,6 +104,8 @@ def run(
     weights: Params | None = None,
     reading: decode.PromptActivations | None = None,
     reference: Float[jax.Array, "B T V"] | None = None,
+    long: bool = False,
+    free: bool = False,
 ) -> Batch:
     """Measures a batch.
 
@@ -110,6 +117,8 @@ def run(
       rows: B; one number for all batches of a cell, so that they share programs.
       reading: full prefill of the same ``prompts``, for a policy that cuts it afterwards; None reads them.
       reference: of the same samples, to be compared with; None compares nothing.
+      long: are the scored tokens also written by the model itself, between given ones?
+      free: are fractions and reads those of the text that is written? Else of the reference's tokens.
     """
     filled = _filled(samples, rows)
     heads, tails = zip(*_split(filled, protocol))
@@ -139,11 +148,23 @@ def run(
         feed, targets = [[token] for token in last], [[0] * n for n in counts]
         return forced.steps(model, policy, state, feed, targets, forced=False, weights=weights)[1]
 
+    def speak() -> Int[np.ndarray, "B T"]:
+        """The likeliest tokens after each, where scored ones are the model's own."""
+        answers = [e.answer for _, e in filled]
+        feed = [[first, *answer[:-1]] for first, answer in zip(last, answers)]
+        given = [[True, *(e.scored[:-1] < 0).tolist()] for _, e in filled]
+        best = forced.steps(model, policy, state, feed, answers, forced=given, weights=weights)[1].best
+        return np.asarray(best)
+
     after, measured = walk([e.answer for _, e in filled])
-    outputs = _written(model, filled, write)
+    spoken = speak() if long else None
+    outputs, ends, written = _written(model, filled, write)
+    walked, counts = measured, [len(e.answer) for _, e in filled]
+    if free and written is not None:
+        walked, counts = written, [max(1, end) for end in ends]
     labels = _labels(filled, walk)
     outcomes = [
-        _outcome(i, encoded, before, measured, outputs[i], labels[i])
+        _outcome(i, encoded, before, measured, outputs[i], ends[i], labels[i], spoken, (walked, counts[i]))
         for i, (_, encoded) in enumerate(samples)
     ]
     live = max(metrics.nbytes(s).total["live"] for s in (state, after))
@@ -223,17 +244,21 @@ def _split(samples: Samples, protocol: str) -> list[tuple[list[int], list[int]]]
     return [(head, tail) if tail else (head[:-1], head[-1:]) for head, tail in parts]
 
 
-def _written(model: LanguageModel, filled: Samples, write: Callable[[list[int]], Steps]) -> list[str]:
-    """Greedy text of every row, up to its end token."""
+def _written(
+    model: LanguageModel, filled: Samples, write: Callable[[list[int]], Steps]
+) -> tuple[list[str], list[int], Steps | None]:
+    """Greedy text of every row, up to its end token; steps, with that of the end token; all measurements."""
     counts = [sample.max_new for sample, _ in filled]
     if not any(counts):
-        return [""] * len(filled)
-    outputs = []
-    for n, row in zip(counts, write(counts).best):
+        return [""] * len(filled), [0] * len(filled), None
+    steps = write(counts)
+    outputs, ends = [], []
+    for n, row in zip(counts, steps.best):
         ids = row[:n].tolist()
         end = next((i for i, token in enumerate(ids) if token in model.spec.eos), n)
         outputs.append(model.text.decode(ids[:end]))
-    return outputs
+        ends.append(min(end + 1, n))
+    return outputs, ends, steps
 
 
 def _labels(filled: Samples, walk: Callable[[list[list[int]]], tuple[KVState, Steps]]) -> list[int | None]:
@@ -251,34 +276,50 @@ def _labels(filled: Samples, walk: Callable[[list[list[int]]], tuple[KVState, St
     return [int(j) for j in scores.argmax(axis=1)]
 
 
+def _right(encoded: Encoded, best: Int[np.ndarray, " T"]) -> Bool[np.ndarray, " Q"]:
+    """Of each scored span, are all its tokens these?"""
+    at = np.flatnonzero(encoded.scored >= 0)
+    missed = best[at] != np.asarray(encoded.answer)[at]
+    return np.bincount(encoded.scored[at], weights=missed) == 0
+
+
 def _outcome(
-    row: int, encoded: Encoded, before: Contents, steps: Steps, output: str, label: int | None
+    row: int,
+    encoded: Encoded,
+    before: Contents,
+    steps: Steps,
+    output: str,
+    written: int,
+    label: int | None,
+    spoken: Int[np.ndarray, "B T"] | None,
+    walked: tuple[Steps, int],
 ) -> Outcome:
-    count = len(encoded.answer)
+    over, count = walked
     at = np.flatnonzero(encoded.scored >= 0)
     seen = int(before.length[row])
     slots = before.slots[:, row]
     mask = before.mask[:, row]
-    fractions = steps.live[row, :count] / (seen + 1 + np.arange(count))
-    most = max(slots.sum(), slots.size * steps.live[row, :count].max())
-    missed = steps.best[row, at] != np.asarray(encoded.answer)[at]
+    fractions = over.live[row, :count] / (seen + 1 + np.arange(count))
+    most = max(slots.sum(), slots.size * over.live[row, :count].max())
     needed = np.zeros(mask.shape[-1], bool)
     needed[: len(encoded.needed)] = encoded.needed
     return Outcome(
         output=output,
         nll=float(steps.nll[row, at].mean()),
         tokens=len(at),
-        recalled=np.bincount(encoded.scored[at], weights=missed) == 0,
+        recalled=_right(encoded, np.asarray(steps.best[row])),
         label=label,
         kept=float(slots.mean() / seen),
         heads=slots / seen,
         peak=float(fractions.max()),
         mean=float(fractions.mean()),
-        reads=np.asarray(steps.reads[row, :count]).mean(axis=0),
+        reads=np.asarray(over.reads[row, :count]).mean(axis=0),
         retention=counted.span_retention(mask, needed),
         live=before.bytes(float(slots.sum())),
         peak_live=before.bytes(float(most)),
         held=mask[:, :, :seen].sum(axis=(0, 1)),
+        written=written,
+        own=None if spoken is None else _right(encoded, spoken[row]),
         kl=None if steps.kl is None else float(steps.kl[row, at].mean()),
         top=None if steps.top is None else float(steps.top[row, at].mean()),
     )

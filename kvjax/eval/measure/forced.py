@@ -1,8 +1,8 @@
 """Forced decoding: tokens one by one through a compressed cache, a reference's or the model's own (greedy).
 
-One program for both, so that a length and policy compile once. Besides log-likelihoods it counts what the
-cache holds and what each read loads. It runs the decode step, not the prefill chunk: budgets that act every
-step act, and selection reads as little as it would while decoding.
+One program for both and for a mixture, so that a length and policy compile once. Besides log-likelihoods it
+counts what the cache holds and what each read loads. It runs the decode step, not the prefill chunk: budgets
+that act every step act, and selection reads as little as it would while decoding.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _steps(
     feed: Int[Array, "B T"],
     target: Int[Array, "B T"],
     count: Int[Array, " B"],
-    forced: Bool[Array, ""],
+    forced: Bool[Array, "B T"],
     reference: Float[Array, "B S V"] | None = None,
 ) -> tuple[KVState, Steps]:
     batch, most = feed.shape
@@ -74,7 +74,7 @@ def _steps(
         record = dataclasses.replace(record, kl=zeros, top=jnp.zeros((batch, most), bool))
 
     def step(state: KVState, rows: _Rows) -> tuple[KVState, tuple[Array, Array]]:
-        token = jnp.where(forced | (rows.i == 0), feed[:, rows.i], rows.best)
+        token = jnp.where(forced[:, rows.i] | (rows.i == 0), feed[:, rows.i], rows.best)
         loads: list[Array] = []
 
         def count_loads(_: int, cache: LayerCache, read: layer.Read) -> None:
@@ -173,7 +173,7 @@ def steps(
     feed: list[list[int]],
     target: list[list[int]],
     *,
-    forced: bool,
+    forced: bool | list[list[bool]],
     weights: Params | None = None,
     reference: Float[Array, "B S V"] | None = None,
 ) -> tuple[KVState, Steps]:
@@ -184,13 +184,18 @@ def steps(
       state: with pages reserved; not donated.
       feed: per row, tokens to feed; only the first one where ``forced`` is False.
       target: per row, the token after each fed one; its length is the number of steps.
-      forced: feed the tokens of ``feed``, or the likeliest token of the step before.
+      forced: feed the tokens of ``feed``, or the likeliest token of the step before; per row and token where
+        it is a list. The first token is always fed.
       reference: logits after the same fed tokens, to compare with.
 
     Returns:
       (the state after the steps, measurements as NumPy arrays).
     """
     width = size_class(max(map(len, target)))
+    given = np.full((len(feed), width), forced if isinstance(forced, bool) else True)
+    if not isinstance(forced, bool):
+        for row, own in zip(given, forced):
+            row[: len(own)] = own
     count = np.asarray([len(row) for row in target], np.int32)
     state, measured = _steps(
         model.network,
@@ -201,7 +206,7 @@ def steps(
         decode.padded(feed, width),
         decode.padded(target, width),
         count,
-        np.asarray(forced),
+        given,
         reference,
     )
     return state, jax.device_get(measured)

@@ -11,7 +11,7 @@ import jax
 from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.eval.errors import EvalError
-from kvjax.eval.measure.protocol import protocols
+from kvjax.eval.measure.protocol import LONG, protocols
 from kvjax.eval.measure.row import CHAT, Cell
 from kvjax.eval.tasks import tasks as all_tasks
 from kvjax.eval.tasks.task import Task
@@ -80,8 +80,13 @@ def build(
                 Cell(task=task.name, length=length, policy=name, protocol=how, seed=seed, samples=samples)
                 for seed in seeds
                 for name, policy in named.items()
-                for how in protocols(policy, protocol, task.asks)
+                for how in protocols(policy, protocol, question=task.asks, long=task.long)
             ]
+    if not cells and protocol == (LONG,) and len(skipped) < len(lengths) * len(tasks):
+        raise EvalError(
+            f"--protocol {LONG} is that of tasks with long answers, and {tasks[0].name} has none. Name "
+            "another protocol, or --task long."
+        )
     if not cells:
         least = min(fits for _, _, fits in skipped)
         raise EvalError(

@@ -3,6 +3,8 @@
 agnostic  the context is compressed before the question is seen; question and prefix follow
 aware     context and question are compressed together; only the prefix follows
 either    the cut makes no difference, so one cell is enough: the policy decides on arrival or not at all
+answer    of tasks with long answers, which state themselves what they need later: the context is compressed,
+          and what follows it as it comes
 
 (https://github.com/NVIDIA/kvpress evaluates agnostic by default.)
 """
@@ -14,10 +16,28 @@ from kvjax.eval.measure.row import Switches
 from kvjax.eval.tasks.sample import Encoded
 
 PROTOCOLS = ("agnostic", "aware")
+"""Of tasks that ask after a text."""
+LONG = "answer"
+"""Of tasks with long answers."""
+EVERY = (*PROTOCOLS, LONG)
 
 
-def protocols(policy: Policy, wanted: tuple[str, ...], question: bool) -> tuple[str, ...]:
-    """The protocols to run: those wanted, or "either" where they could not differ."""
+def protocols(
+    policy: Policy, wanted: tuple[str, ...], *, question: bool, long: bool = False
+) -> tuple[str, ...]:
+    """The protocols to run: those wanted, or "either" where they could not differ.
+
+    Args:
+      policy: of the cells.
+      wanted: of ``EVERY``.
+      question: does the task ask something after its text?
+      long: is its answer long? Then ``LONG`` is its protocol, whatever is wanted, and no other task's.
+    """
+    if long:
+        return (LONG,)
+    wanted = tuple(one for one in wanted if one != LONG)
+    if not wanted:
+        return ()
     if not policy.whole_prompt:
         return ("either",)
     return wanted if question else ("agnostic",)

@@ -21,7 +21,7 @@ class Cell:
     Attributes:
       task, length: name of the task; L, tokens.
       policy: the one-string form that parses back to it.
-      protocol: agnostic, aware or either.
+      protocol: agnostic, aware, either or answer.
       seed, samples: of the samples, and how many.
       weights: learned ones of the policy, as ``kvjax.weights.Found.label`` names them.
       prompt: chat or raw; on disk a row says it only if it is chat.
@@ -110,7 +110,10 @@ class Each:
       ranked: is the likeliest label the right one? None without labels.
       output: the text that was written; None where nothing is.
       digits: share of the reference's digits that are right; None unless all references are numbers.
-      found: of each scored span, are all its tokens the likeliest? None for all tasks but recall.
+      found: of each scored span, are all its tokens the likeliest after the reference's own? None for all
+        tasks but recall.
+      written: tokens of the answer: of what was written up to its end, or of a long answer; None where
+        nothing is written.
       kl, top: as in ``batch.Outcome``; None for tasks that are not compared with the full cache.
       tags: facts that results are grouped by, such as depth; on disk they are fields like the others.
     """
@@ -127,6 +130,7 @@ class Each:
     digits: list[float] | None = None
     tags: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     found: list[list[int]] | None = None
+    written: list[int] | None = None
     kl: list[float] | None = None
     top: list[float] | None = None
 
@@ -235,7 +239,7 @@ def as_json(row: Row) -> dict[str, Any]:
     for name in ("each", "example"):
         tree[name] = {key: value for key, value in tree[name].items() if value is not None}
     each = tree["each"]
-    last = {name: each.pop(name) for name in ("found", "kl", "top") if name in each}
+    last = {name: each.pop(name) for name in ("found", "written", "kl", "top") if name in each}
     tree["each"] = each | each.pop("tags") | last
     return tree
 

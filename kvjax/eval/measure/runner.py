@@ -254,6 +254,8 @@ def _measured(
         weights=grid.weights.get((cell.policy, cell.weights)),
         reading=reading,
         reference=reference,
+        long=grid.task(cell.task).long,
+        free=grid.task(cell.task).free,
         **make,
     )
 

@@ -46,7 +46,7 @@ def row(
       data: where texts came from.
     """
     outcomes = [outcome for batch in batches for outcome in batch.outcomes]
-    each = _each(task, samples, outcomes)
+    each = _each(task, model, samples, outcomes)
     # Live slots and φ are what a step reads; what the selection looks at to choose is counted apart.
     reads = Reads(
         **dict(zip(READ_KINDS, np.mean([o.reads for o in outcomes], axis=0))),
@@ -90,12 +90,13 @@ def _mean(values: list[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def _each(task: Task, samples: Samples, outcomes: list[Outcome]) -> Each:
+def _each(task: Task, model: LanguageModel, samples: Samples, outcomes: list[Outcome]) -> Each:
     texts = [o.output.lstrip("\n").split("\n")[0] if task.newline else o.output for o in outcomes]
     if task.score is not None:
         scores: list[Any] = [task.score(text, sample) for text, (sample, _) in zip(texts, samples)]
     else:
-        scores = [float(o.recalled.mean()) if task.metric == "recall" else None for o in outcomes]
+        found = [o.recalled if o.own is None else o.own for o in outcomes]
+        scores = [float(one.mean()) if task.metric == "recall" else None for one in found]
     ranked = digits = None
     if any(o.label is not None for o in outcomes):
         ranked = [
@@ -118,9 +119,23 @@ def _each(task: Task, samples: Samples, outcomes: list[Outcome]) -> Each:
         digits=digits,
         tags={tag: [sample.tags.get(tag) for sample, _ in samples] for tag in tags},
         found=[o.recalled.astype(int).tolist() for o in outcomes] if task.metric == "recall" else None,
+        written=_written(task, model, texts, samples, outcomes),
         kl=[float(o.kl) for o in outcomes if o.kl is not None] or None,
         top=[float(o.top) for o in outcomes if o.top is not None] or None,
     )
+
+
+def _written(
+    task: Task, model: LanguageModel, texts: list[str], samples: Samples, outcomes: list[Outcome]
+) -> list[int] | None:
+    """Tokens of each answer; where a line break ended its text, those of the text alone."""
+    if task.long:
+        return [len(encoded.answer) for _, encoded in samples]
+    if task.score is None:
+        return None
+    whole = [text == outcome.output for text, outcome in zip(texts, outcomes)]
+    lengths = [len(model.text.encode(text, bos=False)) for text in texts]
+    return [o.written if all_ else min(n, o.written) for o, all_, n in zip(outcomes, whole, lengths)]
 
 
 def _totals(task: Task, samples: Samples, outcomes: list[Outcome], each: Each) -> dict[str, Any]:

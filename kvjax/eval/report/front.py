@@ -13,13 +13,14 @@ import numpy as np
 
 from kvjax.algebra import Storage
 from kvjax.catalogue import policy as parse_policy
+from kvjax.eval.measure.protocol import LONG
 from kvjax.eval.measure.row import Row
 from kvjax.eval.report import stats, table
 from kvjax.eval.report.plotting import panels, pyplot, saved, style
 from kvjax.eval.report.table import Results
 from kvjax.weights import DEFAULT
 
-PROTOCOLS = {"agnostic": "question unseen", "aware": "question seen"}
+PROTOCOLS = {"agnostic": "question unseen", "aware": "question seen", LONG: "long answers"}
 OTHERS = "all others (results.jsonl has every cell)"
 NEAR, LEAST = 5, 50
 """Pictures name a family that is within so many points of the front and above so many percent."""
@@ -37,7 +38,8 @@ class Point:
         that are not the default.
       weights: as results name them; "" where nothing is learned.
       kept: share of the tokens that are held.
-      share: live bytes when the answer begins, at 16 bits an exact element, over those of the full cache.
+      share: live bytes when the answer begins (of long answers their mean over it), at 16 bits an exact
+        element, over those of the full cache.
       score: mean over tasks, percent.
       low, high: its 95 % interval, over samples.
       tasks: how many.
@@ -66,7 +68,8 @@ def slot_cost(storage: Storage, head_dim: int, page: int = 64) -> float:
 def share(row: Row, head_dim: int) -> float:
     """Live bytes at 16 bits over those of a cache that keeps everything; scales and φ counted."""
     policy, length = parse_policy(row.cell.policy), row.cell.length
-    slots, cost = row.kept_fraction * length, slot_cost(policy.storage, head_dim)
+    kept = row.mean_fraction if row.cell.protocol == LONG else row.kept_fraction
+    slots, cost = kept * length, slot_cost(policy.storage, head_dim)
     exact = min(slots, policy.storage.recent if cost < 1 else slots)
     return float((exact + (slots - exact) * cost + row.reads.summary_paper) / length)
 
@@ -76,7 +79,8 @@ def _informative(results: Results) -> list[Row]:
 
 
 def _protocols(rows: Sequence[Row]) -> list[str]:
-    return sorted({row.cell.protocol for row in rows} - {"either"}) or ["either"]
+    there = {row.cell.protocol for row in rows}
+    return sorted(there - {"either"} if there & {*PROTOCOLS} - {LONG} else there)
 
 
 def points(results: Results, head_dim: int) -> dict[tuple[int, str], list[Point]]:
@@ -89,7 +93,8 @@ def points(results: Results, head_dim: int) -> dict[tuple[int, str], list[Point]
     by_key: dict[tuple[int, str], list[Point]] = {}
     for length in sorted({row.cell.length for row in rows}):
         for protocol in _protocols(results.rows):
-            cells = [r for r in rows if r.cell.length == length and r.cell.protocol in (protocol, "either")]
+            alike = (protocol,) if protocol == LONG else (protocol, "either")
+            cells = [r for r in rows if r.cell.length == length and r.cell.protocol in alike]
             count = len({r.cell.task for r in cells})
             by_name: dict[str, dict[str, Row]] = {}
             for row in cells:
@@ -97,9 +102,10 @@ def points(results: Results, head_dim: int) -> dict[tuple[int, str], list[Point]
                 task = row.cell.task
                 if task not in best or row.cell.samples > best[task].cell.samples:
                     best[task] = row
-            by_key[length, protocol] = [
-                _point(list(best.values()), head_dim) for best in by_name.values() if len(best) == count
-            ]
+            if cells:
+                by_key[length, protocol] = [
+                    _point(list(best.values()), head_dim) for best in by_name.values() if len(best) == count
+                ]
     return by_key
 
 
@@ -190,16 +196,20 @@ def _question(protocol: str) -> str:
     return PROTOCOLS.get(protocol, "either way")
 
 
+def _when(protocol: str) -> str:
+    return "in long answers" if protocol == LONG else f"with the {_question(protocol)}"
+
+
 MOST = 25
 """Rows of the page's table; every point is in the folder's results.jsonl."""
 
 
-def table_of(results: Results, head_dim: int) -> str:
-    """The front, question unseen, by length and bytes.
+def table_of(results: Results, head_dim: int, protocols: Sequence[str] = ("agnostic", "either")) -> str:
+    """The front under these protocols, by length and bytes.
 
     Of more than ``MOST`` points, those that gain most over the one before stay.
     """
-    by_key = {key: group for key, group in points(results, head_dim).items() if key[1] != "aware"}
+    by_key = {key: group for key, group in points(results, head_dim).items() if key[1] in protocols}
     lines: list[tuple[float, list[Any]]] = []
     for length, protocol in sorted(by_key):
         group, before = by_key[length, protocol], 0.0
@@ -237,6 +247,8 @@ def page(results: Results, head_dim: int, shares: Sequence[float], command: str)
         "`python -m kvjax.eval report` makes tables of this folder.",
         table_of(results, head_dim),
     ]
+    if any(row.cell.protocol == LONG for row in results.rows):
+        parts += ["While long answers are written:", table_of(results, head_dim, (LONG,))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -244,9 +256,9 @@ def needs(results: Results, head_dim: int, shares: Sequence[float]) -> str:
     """Which policy for which need: a sentence a budget and protocol, at the longest length measured."""
     sentences = []
     by_key = points(results, head_dim)
-    longest = max((length for length, _ in by_key), default=0)
+    longest = {protocol: max(n for n, p in by_key if p == protocol) for _, protocol in by_key}
     for (length, protocol), group in by_key.items():
-        if length != longest:
+        if length != longest[protocol]:
             continue
         full = next((p for p in group if p.policy == table.FULL), None)
         for most in shares:
@@ -255,7 +267,7 @@ def needs(results: Results, head_dim: int, shares: Sequence[float]) -> str:
                 best = max(fits, key=lambda p: p.score)
                 loss = "" if full is None else f", {best.score - full.score:+.1f} points from the full cache"
                 sentences.append(
-                    f"For at most {100 * most:.0f} % of the bytes, with the {_question(protocol)}, take "
+                    f"For at most {100 * most:.0f} % of the bytes, {_when(protocol)}, take "
                     f"`{best.name}` ({best.score:.1f} %{loss})."
                 )
     return " ".join(sentences) or "No cell was informative: nothing can be said."

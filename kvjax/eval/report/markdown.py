@@ -10,12 +10,19 @@ from kvjax.eval.report.table import Results
 WINDOW = frozenset({"window"})
 """Parts of the policy that a gap is measured from."""
 
+LONG_ANSWERS = (
+    "What is asked is given; the words asked for are the model's own, and it goes on behind them as it wrote "
+    "them. Teacher-forced, the reference's stand there instead."
+)
+
 
 def text(results: Results) -> str:
     """All tables."""
     parts = ["# Results", _facts(results)]
     for group in dict.fromkeys(column[0] for column in results.columns()):
         parts += [f"## {group}", table.scores(results, group)]
+    if answers := table.long_answers(results):
+        parts += ["## Long answers", LONG_ANSWERS, answers]
     parts += ["## Difference from the full cache", table.losses(results)]
     if distances := table.distances(results):
         parts += ["## Distance from the full cache's distributions", distances]
@@ -39,7 +46,8 @@ def _facts(results: Results) -> str:
         "\\* marks cells in which the full cache reaches less than 80 %: they say nothing about a policy. "
         "Bytes are of one row when the answer begins. Reads are in tokens (K and V of one position in the "
         "model's dtype) per KV head and decode step: live slots and the completion's summary φ. What a "
-        "selection reads to choose its slots has a column of its own."
+        "selection reads to choose its slots has a column of its own; answer is the mean length of what was "
+        "written, in tokens."
     )
 
 

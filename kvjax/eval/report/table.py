@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.eval.measure.match import TOLERANCE
+from kvjax.eval.measure.protocol import LONG
 from kvjax.eval.measure.row import Row
 from kvjax.eval.report import stats
 from kvjax.eval.tasks import ORDER
@@ -164,6 +165,7 @@ COSTS: dict[str, tuple[Callable[[Row], float | None], float]] = {
     "φ in it": (lambda r: r.reads.summary, 1),
     "to choose them": (lambda r: r.reads.selector, 1),
     "spans kept %": (lambda r: r.span_retention, 100),
+    "answer": (lambda r: float(np.mean(r.each.written)) if r.each.written else None, 1),
 }
 
 
@@ -196,7 +198,7 @@ def losses(results: Results) -> str:
             continue
         mean, low, high = loss(row, full)
         scale, unit = (1, "nats") if row.metric == "perplexity" else (100, "points")
-        held = row.bytes.live / row.bytes.full
+        held = share(results, row) if row.cell.protocol == LONG else row.bytes.live / row.bytes.full
         cell = row.cell
         lines.append(
             [f"`{name(row)}`", cell.task, cell.length, cell.seed, f"{scale * mean:+.2f}",
@@ -206,6 +208,28 @@ def losses(results: Results) -> str:
         return "No cell is informative and has another policy beside the full cache."
     heads = ["policy", "task", "length", "seed", "difference", "95 % (paired)", "in", "live % of full"]
     return markdown(heads, lines)
+
+
+def long_answers(results: Results) -> str:
+    """Words that the model wrote itself in long answers, beside teacher-forced ones; "" without any."""
+    lines = []
+    for row in results.where(lambda row: row.cell.protocol == LONG):
+        full, cell = results.full(row), row.cell
+        mean, low, high = (100 * x for x in stats.interval(row.each.score))
+        forced = 100 * np.mean([np.mean(found) for found in row.each.found or []])
+        lost = "–"
+        if full is not None and full is not row:
+            lost = "{:+.1f} ({:+.1f} … {:+.1f})".format(*(100 * x for x in loss(row, full)))
+        mark = "" if row.informative else "\\*"
+        lines.append(
+            [f"`{cell.policy}`", cell.task, cell.length, cell.samples,
+             f"{np.mean(row.each.written or []):.0f}", f"{100 * row.mean_fraction:.1f}",
+             f"{100 * share(results, row):.1f}", f"{mean:.1f}{mark} ({low:.1f}–{high:.1f})", f"{forced:.1f}",
+             lost]
+        )  # fmt: skip
+    heads = ["policy", "task", "length", "n", "answer, tokens", "kept %, mean", "peak bytes % of full"]
+    heads += ["own words right, %", "teacher-forced, %", "from full, points"]
+    return markdown(heads, lines) if lines else ""
 
 
 def distances(results: Results) -> str:

@@ -6,6 +6,6 @@ prompt     one row as token ids, in the order in which kvpress's pipeline feeds 
 cost       how many rows fit the device, how long a run takes and what it costs, before it starts
 measure    cells of a suite, measured by ``kvjax.eval.measure``
 kvpress    finished cells in the layout of kvpress's results
-ruler, longbench, helmet, rouge
+ruler, longbench, mathematics, helmet, rouge
            from an output and its references to a score
 """

@@ -13,6 +13,7 @@ from typing import Any
 from kvjax.algebra import Policy
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import grid, runner
+from kvjax.eval.measure.protocol import LONG
 from kvjax.eval.measure.row import Cell
 from kvjax.eval.measure.store import Store, about, read
 from kvjax.eval.suites import cost, kvpress, measure, rows
@@ -43,6 +44,8 @@ def run(
     suite = named(values["suite"])
     if values["protocol"] == "both":
         raise EvalError("--protocol both: a suite is measured under one. Run it twice, into the same --out.")
+    if values["protocol"] == LONG:
+        raise EvalError(f"--protocol {LONG}: a suite's answers are its model's own. Leave it out.")
     aware = values["protocol"] == "aware"
     specs = measure.spelled(values["policy"], values["ratios"] or RATIOS)
     policies = [policy_of(spec) for spec in specs]

@@ -129,7 +129,7 @@ def _config(
     samples = sum(row.cell.samples for row in rows)
     return {
         "dataset": suite.benchmark,
-        "data_dir": suite.folders[0] if len(suite.folders) == 1 else None,
+        "data_dir": suite.folders[0] if len(suite.folders) == 1 and suite.task is None else None,
         "model": rows[0].model,
         "device": device,
         "press_name": press(policy),

@@ -122,4 +122,5 @@ def _task(suite: Suite, name: str, drawn: dict[tuple[str, int], Samples]) -> Tas
         read=lambda size: drawn[name, size],
         score=lambda output, sample: suite.score(name, output, sample.refs, sample.classes),
         newline=False,
+        free=suite.free,
     )

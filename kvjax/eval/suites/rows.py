@@ -32,6 +32,8 @@ def read(suite: Suite, place: Path | None = None, revision: str | None = None) -
         source = place.name
     files = [place] if place.is_file() else _files(suite, place)
     rows = [row for file in files for row in _lines(file)]
+    if suite.task is not None:
+        rows = [row | {"task": suite.task} if isinstance(row, dict) else row for row in rows]
     _check(suite, source, rows)
     return rows, source
 

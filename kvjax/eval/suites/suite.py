@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvjax.eval.errors import EvalError
-from kvjax.eval.suites import longbench, ruler
+from kvjax.eval.suites import longbench, mathematics, ruler
 
 Row = Mapping[str, Any]
 """A row of a data set, by column."""
@@ -38,6 +38,9 @@ class Suite:
       folders: of the data set, one or more; every one has the files ``test-*.parquet``.
       benchmark: kvpress's name of it, for its layout of results.
       references: the column of right answers; ``classes`` the one of labels, if there is one.
+      answers: types of the values of that column.
+      task: of all rows, in a data set that has no such column.
+      free: as ``kvjax.eval.tasks.task.Task.free``.
       score: (task, output, references, classes) to [0, 1].
       totals: scores of each task, by task, to what kvpress's ``metrics.json`` holds.
     """
@@ -50,17 +53,20 @@ class Suite:
     score: Callable[[str, str, Sequence[str], Sequence[str]], float]
     totals: Callable[[Mapping[str, Sequence[float]]], Any]
     classes: str | None = None
+    answers: tuple[type, ...] = TEXTS
+    task: str | None = None
+    free: bool = False
 
     @property
     def columns(self) -> dict[str, tuple[type, ...]]:
         """Columns that its rows must have, and the types of their values."""
         optional: dict[str, tuple[type, ...]] = {self.classes: (list, type(None))} if self.classes else {}
-        return _PROMPT | {self.references: TEXTS} | optional
+        return _PROMPT | {self.references: self.answers} | optional
 
     def refs(self, row: Row) -> tuple[str, ...]:
         """The right answers of a row."""
         refs = row[self.references]
-        return (refs,) if isinstance(refs, str) else tuple(map(str, refs))
+        return tuple(map(str, refs)) if isinstance(refs, list) else (str(refs),)
 
     def labels(self, row: Row) -> tuple[str, ...]:
         """The names of all classes of a row; () where there are none."""
@@ -85,6 +91,28 @@ def _percent(scores: Mapping[str, Sequence[float]]) -> Any:
 def _share(scores: Mapping[str, Sequence[float]]) -> Any:
     """As kvpress's ``longbench-v2``: the share that is right."""
     return _mean([score for own in scores.values() for score in own])
+
+
+def _correct(scores: Mapping[str, Sequence[float]]) -> Any:
+    """As kvpress's ``aime25`` and ``math500``, without how many outputs have a box."""
+    every = [score for own in scores.values() for score in own]
+    return {"correct": int(sum(every)), "accuracy": _mean(every), "total": len(every)}
+
+
+def _mathematics(name: str) -> Suite:
+    """Problems with long answers. Their context is a blank: policies act while the answer is written."""
+    return Suite(
+        name=name,
+        dataset=f"alessiodevoto/{name}",
+        folders=("data",),
+        benchmark=name,
+        references="answer",
+        answers=(str, int),
+        task=name,
+        free=True,
+        score=lambda task, output, refs, classes: mathematics.score(output, refs),
+        totals=_correct,
+    )
 
 
 def _ruler(size: int) -> Suite:
@@ -122,6 +150,7 @@ SUITES = {
             score=lambda task, output, refs, classes: longbench.letter(output, refs[0]),
             totals=_share,
         ),
+        *map(_mathematics, ("aime25", "math500")),
     )
 }
 """By name. ``longbench-NAME`` is one task of LongBench."""

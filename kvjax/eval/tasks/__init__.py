@@ -11,7 +11,7 @@ from kvjax.eval.errors import EvalError
 from kvjax.eval.tasks.data import PACK, Data
 from kvjax.eval.tasks.task import Task
 
-ORDER = ("niah", "ruler", "babilong", "ppl", "text", "dialogue", "icl", "rerank", "mqar", "gsm")
+ORDER = ("niah", "ruler", "babilong", "ppl", "text", "dialogue", "icl", "rerank", "mqar", "gsm", "long")
 """Groups, in the order of reports."""
 
 

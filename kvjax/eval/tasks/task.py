@@ -26,6 +26,11 @@ class Task:
       newline: whether an output ends at its first line break.
       needs: files of the data pack that have no generated twin.
       compares: whether every distribution is compared with the full cache's on the same tokens.
+      long: whether the answer is long and states itself what it needs later. The score is of the scored words
+        as the model writes them, each fed back as it was written, between the reference's other words;
+        teacher-forced is measured beside it.
+      free: whether what is held and read is counted over the text that is written, which may be much longer
+        than the reference.
     """
 
     name: str
@@ -39,6 +44,8 @@ class Task:
     newline: bool = True
     needs: tuple[str, ...] = ()
     compares: bool = False
+    long: bool = False
+    free: bool = False
 
     def refuse(self, policy: Policy, length: int) -> str | None:
         """Why this policy would change nothing at this length; None when it may run."""

@@ -180,6 +180,7 @@ def _generation(
         context.policy if context and body.kv_policy is None else body.kv_policy,
         held + max(map(len, prompts), default=0),
         max_tokens,
+        draft=body.kv_draft,
     )
     weights = service.policies.weights(policy, body.kv_weights)
     seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32

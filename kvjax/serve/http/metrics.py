@@ -78,6 +78,8 @@ class _Collector:
             ("prompt_tokens", "Tokens read from prompts", now.prompt_tokens),
             ("cached_prompt_tokens", "Prompt tokens that did not have to be read", now.cached_tokens),
             ("generation_tokens", "New tokens", now.completion_tokens),
+            ("drafted_tokens", "Tokens drafted for texts with kv_draft", now.drafted_tokens),
+            ("accepted_tokens", "Of these, those that stand in the text", now.accepted_tokens),
             ("preemptions", "Texts put back to wait", now.preempted),
             ("kv_tokens_seen", "(token, layer, KV head) triples fed to texts that ended", now.tokens_seen),
             ("kv_tokens_kept", "Of these, those still held at the end", now.tokens_kept),

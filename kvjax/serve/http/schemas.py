@@ -121,6 +121,9 @@ class KVOptions(Body):
     kv_policy: Annotated[str, Field(min_length=1, max_length=1000)] | None = Field(
         default=None, description="what the cache keeps, as 'snapkv + uniform(0.25)'; by default the server's"
     )
+    kv_draft: Annotated[str, Field(min_length=1, max_length=1000)] | None = Field(
+        default=None, description="a selection that drafts, as 'quest(chunks=8)'; texts stay what they are"
+    )
     kv_weights: Sources | None = Field(
         default=None, description="name of shipped learned weights by part, as {'write_gate': 'aggressive'}"
     )
@@ -419,6 +422,8 @@ class KVReply(BaseModel):
     tokens_kept: float
     bytes_live: int
     bytes_full: int
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
     layers: list[list[int]] | None = None
     ignored_fields: list[str] | None = None
 

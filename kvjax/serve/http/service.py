@@ -17,8 +17,8 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
-from kvjax import catalogue
-from kvjax.algebra import Policy
+from kvjax import catalogue, decode
+from kvjax.algebra import Policy, PolicyError
 from kvjax.engine import MOST_BIASES, Contexts, Engine, Ticket
 from kvjax.grammar import Grammars
 from kvjax.loading import LanguageModel
@@ -306,24 +306,38 @@ class AllowedPolicies:
         self.allowed = None if allowed is None else list(dict.fromkeys(map(repr, policies)))
         self._structures = None if allowed is None else {policy.structure for policy in policies}
 
-    def policy(self, spec: str | Policy | None, prompt: int | None = None, answer: int = 0) -> Policy:
+    def policy(
+        self,
+        spec: str | Policy | None,
+        prompt: int | None = None,
+        answer: int = 0,
+        draft: str | None = None,
+    ) -> Policy:
         """The policy of a request.
 
         Args:
           spec: what it asks for.
           prompt, answer: its tokens, for ``auto(64MiB)``.
+          draft: ``kv_draft``, which is allowed where the policy with this draft is.
 
         Raises:
           PolicyError: one that cannot be built.
-          ApiError: 403 for one that is not allowed.
+          ApiError: 400 for a draft that is none, 403 for what is not allowed.
         """
-        if spec is None:
+        if spec is None and draft is None:
             return self.default
-        policy = self._read(spec, prompt, answer)
+        policy = self.default if spec is None else self._read(spec, prompt, answer)
+        asked, field = (spec, "kv_policy") if draft is None else (draft, "kv_draft")
+        try:
+            policy = decode.with_draft(policy, draft)
+        except PolicyError as error:
+            raise bad_request(field, str(error), "invalid_policy") from error
         if self._structures is not None and policy.structure not in self._structures:
-            message = f"kv_policy {spec!r} is not among the policies that this server allows, at any budget: "
+            message = (
+                f"{field} {str(asked)!r} is not among the policies that this server allows, at any budget: "
+            )
             message += f"{'; '.join(self.allowed or [])}. Ask for one of them."
-            raise ApiError(403, message, code="policy_not_allowed", param="kv_policy")
+            raise ApiError(403, message, code="policy_not_allowed", param=field)
         return policy
 
     def _read(self, spec: str | Policy, prompt: int | None = None, answer: int = 0) -> Policy:

@@ -312,6 +312,9 @@ class RunningCompletion:
                 "bytes_live": sum(row.live for row in rows),
                 "bytes_full": sum(row.full for row in rows),
             }
+            if any(usage.drafted_tokens for usage in usages):
+                kv["drafted_tokens"] = sum(usage.drafted_tokens for usage in usages)
+                kv["accepted_tokens"] = sum(usage.accepted_tokens for usage in usages)
             if self._generation.layers:
                 kv["layers"] = np.sum([row.layers for row in rows], axis=0).astype(int).tolist()
             if self._ignored:
