@@ -132,6 +132,15 @@ def _shown(output: dict) -> Iterable[str]:
         yield f"```text\n{printed}\n```"
 
 
+COLUMN = r" {0,2}([\w.]+(?:, [\w.]+)*) {2,}(?=\S)"
+COLUMNS = re.compile(rf"(?:(?<=\n\n)|\A)(?:{COLUMN}.*(?:\n|\Z)){{2,}}(?=\n|\Z)")
+
+
+def listed(text: str) -> str:
+    """A docstring with paragraphs of ``names   what they are`` as lists: Markdown would join their lines."""
+    return COLUMNS.sub(lambda block: re.sub(f"^{COLUMN}", r"* `\1`: ", block[0], flags=re.MULTILINE), text)
+
+
 def docstring(text: str) -> str:
     """A docstring's prose as Markdown: indented paragraphs are formulas or commands, whose lines stay."""
     blocks = []
