@@ -12,6 +12,8 @@ import base64
 import contextlib
 import io
 import json
+import resource
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,12 +96,22 @@ def _outputs(text: str, names: dict[str, Any], count: int) -> list[dict[str, Any
 
 
 def main() -> None:
-    """Writes every notebook, or those that are named."""
-    for path in [path for path in sources() if not sys.argv[1:] or path.stem in sys.argv[1:]]:
-        file = path.with_suffix(".ipynb")
-        notebook = json.dumps(execute(path)[0], ensure_ascii=False, indent=1)
-        file.write_text(notebook + "\n", encoding="utf-8")
-        print(file, file=sys.stderr)
+    """Writes every notebook, or those that are named, each in its own process: one sets JAX's devices."""
+    chosen = [path for path in sources() if not sys.argv[1:] or path.stem in sys.argv[1:]]
+    for path in chosen if len(chosen) > 1 else ():
+        subprocess.run([sys.executable, __file__, path.stem], check=True)
+    if len(chosen) == 1:
+        write(chosen[0])
+
+
+def write(path: Path) -> None:
+    """Executes a source, and writes its notebook; says what that took of a processor."""
+    file = path.with_suffix(".ipynb")
+    notebook = json.dumps(execute(path)[0], ensure_ascii=False, indent=1)
+    file.write_text(notebook + "\n", encoding="utf-8")
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = used.ru_utime + used.ru_stime
+    print(f"{file}: {seconds:.0f} processor seconds, {used.ru_maxrss / 2**20:.1f} GiB", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -67,22 +67,11 @@ for spec in (
 # third of the bytes, and SnapKV kept a quarter of the tokens, these among them: the question is part of the
 # prompt, and its attention says what it needs.
 #
-# A policy is a value: six places, each with a part that does nothing by default. The string form parses
-# to the same value, and `repr` gives the string back.
-
-# %%
-from kvjax.budgets.ada import Ada
-from kvjax.policies.snapkv import SnapKV
-
-policy = kvjax.Policy(eviction=SnapKV(window=16), budget=Ada(256), sinks=4)
-assert kvjax.policy(repr(policy)) == policy
-print(policy)
-
-# %% [markdown]
 # Prefill once, continue several times: `fork` copies a compressed context. Under AdaKV the KV heads of a
 # layer share its slots and hold different numbers of tokens; here are those of the first layer, in each copy.
 
 # %%
+policy = kvjax.policy("snapkv(16) + ada(256) + sinks(4)")
 state, logits = kvjax.prefill(model, policy, [prompt], context=2048)
 three = kvjax.fork(state, row=0, n=3)
 [layer.pages.length[:, :, 0].tolist() for layer in three.layers if layer.pages is not None][0]

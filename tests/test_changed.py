@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from changed import package, slow_files
+from changed import NOTEBOOKS, RUNS, exported, notebooks, package, slow_files
 
 SLOW = "import pytest\nfrom kvjax.engine import Engine\n@pytest.mark.slow\ndef test_x(): ..."
 TESTS = {
@@ -25,3 +25,25 @@ def test_slow_files_of_changed_packages_and_changed_tests():
     assert slow_files(["tests/test_c.py"], TESTS) == ["tests/test_c.py"]
     assert slow_files(["kvjax/eval/tasks/niah.py", "README.md"], TESTS) == ["tests/test_c.py"]
     assert slow_files(["kvjax/engineering.py"], TESTS) == []
+
+
+def test_notebooks_of_changed_sources_parts_and_methods():
+    exports = exported("from kvjax.loading import load\nfrom kvjax.decode import generate, prefill")
+    sources = {
+        "notebooks/a.py": "import kvjax\nmodel = kvjax.load()",
+        "notebooks/b.py": "import kvjax\nkvjax.generate(model, 'snapkv(8) + ada(0.5)')",
+        "notebooks/c.py": "from train import gates",
+    }
+
+    def run(*changed: str) -> str:
+        lines = notebooks(list(changed), sources, exports)
+        assert all(line.startswith(f"{NOTEBOOKS}::{RUNS}[") for line in lines)
+        return "".join(line[-2] for line in lines)
+
+    assert run("notebooks/a.py", "README.md") == "a"
+    assert run("kvjax/loading.py") == "a"
+    assert run("kvjax/decode/_step.py") == "b"
+    assert run("kvjax/policies/snapkv.py") == "b"
+    assert run("kvjax/policies/h2o.py") == ""
+    assert run("train/gates.py") == "c"
+    assert run("notebooks/_execute.py") == "abc"

@@ -55,6 +55,17 @@ def test_a_method_s_page_says_what_its_part_declares(site):
         kvjax.policy(refused)
 
 
+def test_two_columns_of_a_docstring_are_a_list():
+    made = text.listed(
+        "Reads.\n\n  one, two   what is *here*\n  three      the rest\n\nArgs:\n  x: a  b\n  y: c"
+    )
+    assert made.splitlines()[2:4] == ["* `one, two`: what is *here*", "* `three`: the rest"]
+    assert made.endswith("\n\nArgs:\n  x: a  b\n  y: c")
+    table = "A table.\n\n| a   | b   |\n| c   | d   |"
+    assert text.listed(table) == table
+    assert "* `read_chunk`: many tokens" in text.listed(kvjax.decode.__doc__)
+
+
 def test_every_public_name_has_its_place_in_the_reference(site):
     found = api.modules()
     assert set(kvjax.__all__) == set(found["kvjax"])

@@ -1,4 +1,4 @@
-"""For griffe: an entry ``a, b: text`` of a docstring is one entry for each name."""
+"""For griffe: a docstring's entry ``a, b: text`` is one for each name; lines in two columns are a list."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 from griffe import Extension
+
+from docs.site.text import listed
 
 ENTRY = re.compile(r"^(?P<in> +)(?P<names>\w+(?:, \w+)+): (?P<text>.*(?:\n(?P=in) +.*)*)", re.MULTILINE)
 SECTION = re.compile(r"^(?:Args|Attributes):\n(?:(?: .*)?\n)*(?: .*)?", re.MULTILINE)
@@ -25,4 +27,4 @@ class Grouped(Extension):
 
     def on_instance(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = split(obj.docstring.value)
+            obj.docstring.value = listed(split(obj.docstring.value))

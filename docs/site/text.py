@@ -40,10 +40,13 @@ def is_outward(target: str) -> bool:
 def malformed(targets: Iterable[str]) -> list[str]:
     """Those of the outward links that no browser could follow; nothing is fetched.
 
-    Good is https with a host that has a dot, or http to this computer, and no punctuation at the end.
+    Good is https with a host that has a dot, or http to this computer, and no punctuation at the end. A
+    notebook's picture is its own data, and leads nowhere.
     """
     bad = []
     for target in filter(is_outward, targets):
+        if target.startswith("data:image/"):
+            continue
         url = urlsplit(target)
         local = url.scheme == "http" and url.hostname in ("127.0.0.1", "localhost")
         public = url.scheme == "https" and "." in (url.hostname or "").strip(".")
@@ -130,6 +133,15 @@ def _shown(output: dict) -> Iterable[str]:
     printed = "".join(output.get("text", data.get("text/plain", ()))).rstrip()
     if printed:
         yield f"```text\n{printed}\n```"
+
+
+COLUMN = r" {0,2}([\w.]+(?:, [\w.]+)*) {2,}(?=\S)"
+COLUMNS = re.compile(rf"(?:(?<=\n\n)|\A)(?:{COLUMN}.*(?:\n|\Z)){{2,}}(?=\n|\Z)")
+
+
+def listed(text: str) -> str:
+    """A docstring with paragraphs of ``names   what they are`` as lists: Markdown would join their lines."""
+    return COLUMNS.sub(lambda block: re.sub(f"^{COLUMN}", r"* `\1`: ", block[0], flags=re.MULTILINE), text)
 
 
 def docstring(text: str) -> str:

@@ -177,10 +177,15 @@ def _in_float32(axes: str, x: Float[Array, "B ... X"], weight: Float[Array, "...
 
     From two rows on, XLA on a CPU reads a bfloat16 weight as it lies. For one row, or for a bfloat16 result,
     it writes the whole weight out in float32 first; so one row goes there twice. XLA of jax 0.7 has no such
-    kernel: it reads a weight as it lies for one row of less than 4,096 inputs, and for no other.
+    kernel: it reads a weight as it lies for one row of less than 4,096 inputs, and for no other. Of several
+    rows and tokens it compiles the product and cannot run it, so operands are float32 there.
     """
     plain = functools.partial(jnp.einsum, axes, preferred_element_type=jnp.float32)
-    if x.dtype == jnp.float32 or x.size > x.shape[-1] or jax.__version_info__ < (0, 8):
+    several = x.size > x.shape[-1]
+    if x.dtype != jnp.float32 and several and jax.__version_info__ < (0, 8):
+        wide = lambda x, weight: plain(x.astype(jnp.float32), weight.astype(jnp.float32))  # noqa: E731
+        return jax.lax.platform_dependent(x, weight, cpu=wide, default=plain)
+    if x.dtype == jnp.float32 or several or jax.__version_info__ < (0, 8):
         return plain(x, weight)
 
     def twice(x: Array, weight: Array) -> Array:
