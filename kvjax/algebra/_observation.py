@@ -193,8 +193,10 @@ def output_norm(
     group = wo.shape[1] // v.shape[1]
 
     def of_head(n: Int[Array, ""]) -> Float[Array, "B T"]:
-        out = jnp.einsum("bth,dh->btd", v[:, n // group], wo[:, n], preferred_element_type=jnp.float32)
-        return jnp.linalg.norm(out, ord=order, axis=-1)
+        # One line of rows: XLA of jax 0.7 on a CPU cannot run a bfloat16 product of rows and tokens.
+        rows = v[:, n // group].reshape(-1, v.shape[-1])
+        out = jnp.einsum("rh,dh->rd", rows, wo[:, n], preferred_element_type=jnp.float32)
+        return jnp.linalg.norm(out, ord=order, axis=-1).reshape(v.shape[0], -1)
 
     # A head at a time, so that only B * T * D numbers are in memory.
     return jnp.moveaxis(jax.lax.map(of_head, jnp.arange(wo.shape[1])), 0, 1)

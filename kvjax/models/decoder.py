@@ -181,17 +181,17 @@ def _in_float32(axes: str, x: Float[Array, "B ... X"], weight: Float[Array, "...
     rows and tokens it compiles the product and cannot run it, so operands are float32 there.
     """
     plain = functools.partial(jnp.einsum, axes, preferred_element_type=jnp.float32)
-    several = x.size > x.shape[-1]
-    if x.dtype != jnp.float32 and several and jax.__version_info__ < (0, 8):
-        wide = lambda x, weight: plain(x.astype(jnp.float32), weight.astype(jnp.float32))  # noqa: E731
-        return jax.lax.platform_dependent(x, weight, cpu=wide, default=plain)
-    if x.dtype == jnp.float32 or several or jax.__version_info__ < (0, 8):
+    several, old = x.size > x.shape[-1], jax.__version_info__ < (0, 8)
+    if x.dtype == jnp.float32 or several != old:
         return plain(x, weight)
+
+    def wide(x: Array, weight: Array) -> Array:
+        return plain(x.astype(jnp.float32), weight.astype(jnp.float32))
 
     def twice(x: Array, weight: Array) -> Array:
         return plain(jnp.broadcast_to(x, (2, *x.shape[1:])), weight)[:1]
 
-    return jax.lax.platform_dependent(x, weight, cpu=twice, default=plain)
+    return jax.lax.platform_dependent(x, weight, cpu=wide if several else twice, default=plain)
 
 
 def queries(
