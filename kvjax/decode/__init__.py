@@ -12,8 +12,8 @@ counts are read between them, never inside.
   step                one token a row through the model; pure; ``run_layers``: your own function at each layer
   piece               T tokens a row, a piece of a prompt; pure
   read_chunk          many tokens a row, through one program per layer
-  drafted_steps       ``decode_steps`` by drafts of a selection (``with_draft``), which full reads verify;
-                      ``round_of``: one draft, and its verification
+  drafted_steps       ``decode_steps`` by drafts of a selection (``with_draft``), which full reads verify
+  round_of            one draft, and its verification
   empty, reserve      what a state has space for, and the sizes programs are compiled for
   read_ids            token ids, checked against the model's vocabulary; ``read_prompts``: of each row
   read_policy         the policy that a text means on a model; ``check_...``: what calls of these refuse

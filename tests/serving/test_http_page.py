@@ -201,7 +201,7 @@ def test_bytes_are_drawn_on_the_scale_of_what_is_held(written, tiny_folder):
         live, full = bytes_of(written, at, "live"), bytes_of(written, at, "full")
         assert live[0][0] == full[0][0] == 0
         assert live[-1][0] == full[-1][0] == 420
-        assert len(live) >= 3, "not drawn as the tokens came"
+        assert len(live) >= 2, "not drawn from the first tokens to the last"
         held = float(metrics.live_slots(state).sum()) / (4 * int(state.length[0]))  # of all layers and heads
         assert (100 - live[-1][1]) / (100 - full[-1][1]) == pytest.approx(held, rel=0.15)
     highest = min(y for at in (0, 1) for kind in ("live", "full") for _, y in bytes_of(written, at, kind))
@@ -314,7 +314,7 @@ def test_stop_frees_the_row(written, server):
     for name, value in {"prompt": PROMPT, "policy-b": "", "tokens": "400"}.items():
         written.run(f"document.getElementById({name!r}).value = {value!r}")
     written.run("document.getElementById('go').click()")
-    written.until("document.querySelectorAll('.tokens span').length > 80")
+    written.until("!document.getElementById('stop').disabled")  # at once: 400 tokens are soon written
     written.key("Escape", 27)
     assert server.idle()
     assert server.service.engine.metrics().requests["cancelled"] >= 1
