@@ -33,7 +33,7 @@ class Line(Protocol):
     returned: list[EngineRequest]
 
     def leave(self, prefill: Prefill, request: EngineRequest | None = None) -> None:
-        """The prompt is no longer one of them."""
+        """Takes the prompt out of those that are to be read."""
 
     def fail(self, prefill: Prefill, error: Exception) -> None:
         """The prompt's requests end with the error."""

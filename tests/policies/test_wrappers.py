@@ -147,6 +147,7 @@ def test_never_more_than_one_head_is_projected_at_once():
     many = f"[{len(rows.LENGTHS)},{rows.N},{rows.T},{WIDTH}]"
     assert many not in text
     assert f"[{rows.N},{len(rows.LENGTHS)},{rows.T},{WIDTH}]" not in text
+    assert f"[{rows.N},{len(rows.LENGTHS) * rows.T},{WIDTH}]" not in text
     assert f"[{len(rows.LENGTHS) * rows.T},{WIDTH}]" in text
 
 

@@ -337,7 +337,7 @@ def left(line: dict[str, Any]) -> bool:
     ("seconds", "limit", "status"), [(0.1, None, 408), (0.1, 20.0, 408), (20.0, 20.0, 504)]
 )
 def test_a_client_is_told_whose_limit_it_was(seconds, limit, status):
-    """What a client chose is no fault of the server, which monitors would count."""
+    """Its own max_time is a 4xx; monitors count a 5xx as a fault of the server."""
     error = errors.too_late(seconds, limit)
     assert error.status_code == status
     assert ("--request-timeout" in error.message) is (status == 504)

@@ -201,7 +201,6 @@ def test_bytes_are_drawn_on_the_scale_of_what_is_held(written, tiny_folder):
         live, full = bytes_of(written, at, "live"), bytes_of(written, at, "full")
         assert live[0][0] == full[0][0] == 0
         assert live[-1][0] == full[-1][0] == 420
-        assert len(live) >= 2, "not drawn from the first tokens to the last"
         held = float(metrics.live_slots(state).sum()) / (4 * int(state.length[0]))  # of all layers and heads
         assert (100 - live[-1][1]) / (100 - full[-1][1]) == pytest.approx(held, rel=0.15)
     highest = min(y for at in (0, 1) for kind in ("live", "full") for _, y in bytes_of(written, at, kind))
@@ -209,6 +208,18 @@ def test_bytes_are_drawn_on_the_scale_of_what_is_held(written, tiny_folder):
     assert "on the device" in side(written, 1, "side.querySelector('.allocated').textContent")
     facts = side(written, 1, "answer.querySelector('.bytes-facts').textContent")
     assert f"token 1 to {NEW}" in facts
+
+
+def test_every_look_is_a_point_of_the_line(written):
+    drawn = """import('/page/answer.js').then(({Answer}) => {
+      const root = document.getElementById('answer').content.firstElementChild.cloneNode(true);
+      const answer = new Answer(root, 'planted');
+      for (const [seen, live] of [[30, 300], [10, 100], [20, 150]]) answer.took(seen, live, 10 * seen);
+      answer.end();
+      answer.draw(300, 30, 30);
+      return root.querySelector('path.live').getAttribute('d');
+    })"""
+    assert written.run(drawn) == "M0.0 66.7L210.0 50.0L420.0 0.0"
 
 
 def test_no_head_is_cut_on_a_phone(written):

@@ -17,10 +17,8 @@ The scored words are the model's own: each is fed back as the model wrote it. Al
 given, as a user's next words are in a conversation. Teacher-forced is measured beside it (``Each.found``).
 ``gap`` is the distance between list and questions, in tokens.
 
-Not here is what the embedded model cannot do (full cache, 1,024 tokens, 8 samples). It writes pairs out
-from the prompt with 16 % of the lines right, 28 % behind the first two; of 24 listed words it has 66 % in
-place and no list whole; of numbered lists 0 to 3 %, of a passage of four sentences 20 %: it loses its place
-and repeats itself. Of a chain that it has to write step by step, as assignments or equations, it gets none.
+Not here is what the embedded model cannot do with the full cache: it writes no list or passage out from the
+prompt without losing its place, and no chain of variables step by step.
 """
 
 from __future__ import annotations
