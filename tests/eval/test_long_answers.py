@@ -131,7 +131,6 @@ def test_scored_words_are_the_models_own_and_are_fed_back():
         assert outcome.recalled.all()
 
 
-@pytest.mark.slow
 def test_a_wrong_word_of_ones_own_stays_in_the_cache():
     """Teacher-forced a second token is judged after the right first one; else after the written one."""
     samples, outcomes = rows_of("full")
