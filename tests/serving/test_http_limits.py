@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,6 +167,26 @@ def test_connections_that_wait_make_room_for_others(small):
     finally:
         for connection in waiting:
             connection.close()
+
+
+def test_a_connection_that_just_came_is_not_closed_for_its_elders():
+    """Its request may be on its way; the elders were seen by an earlier look."""
+    gone: list[str] = []
+
+    class Open:
+        cycle, client = None, ("here", 0)
+
+        def __init__(self, name: str) -> None:
+            self.transport = SimpleNamespace(abort=lambda: gone.append(name))
+
+    elders, late = [Open("a"), Open("b")], Open("late")
+    connections = command.Connections(most=1, seconds=60)
+    connections.sweep(elders)
+    assert gone == []
+    connections.sweep([late, *elders])
+    assert sorted(gone) == ["a", "b"]
+    connections.sweep([late, Open("later")])
+    assert sorted(gone) == ["a", "b", "late"]
 
 
 def is_gone(connection: socket.socket) -> bool:

@@ -204,7 +204,8 @@ class _Server(uvicorn.Server):
 class Connections:
     """Closes connections that wait for a request, or for the rest of its body.
 
-    Any of them after ``seconds``. While more than ``most`` are open, the oldest of the address that has most.
+    Any of them after ``seconds``. While more than ``most`` are open, the oldest of the address that has most;
+    never one that came since the last look, whose request may be on its way.
     """
 
     def __init__(self, most: int, seconds: float) -> None:
@@ -213,7 +214,7 @@ class Connections:
 
     def sweep(self, connections: Collection[Any]) -> None:
         """Looks at all of uvicorn's connections; to be called often."""
-        now, waiting = time.monotonic(), {}
+        now, waiting, known = time.monotonic(), {}, self._waiting.keys()
         for connection in connections:
             cycle = connection.cycle
             if cycle is None or cycle.response_complete or cycle.more_body:
@@ -222,7 +223,7 @@ class Connections:
         self._waiting = waiting
         closed = [connection for connection, (_, since) in waiting.items() if now - since > self._seconds]
         addresses: dict[Any, list[Any]] = {}
-        for connection in sorted(waiting.keys() - closed, key=lambda one: waiting[one][1]):
+        for connection in sorted((waiting.keys() & known) - set(closed), key=lambda one: waiting[one][1]):
             addresses.setdefault((connection.client or ("",))[0], []).append(connection)
         for _ in range(len(connections) - len(closed) - self._most):
             most = max(addresses.values(), key=len, default=[])
