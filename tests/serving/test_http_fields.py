@@ -139,7 +139,8 @@ def test_with_a_certificate_it_speaks_https(tiny_folder, certificate):
         (url,) = [line["url"] for line in server.lines() if line["event"] == "listening"]
         assert url.startswith("https://127.0.0.1:")
         with httpx.Client(verify=ssl.create_default_context(cafile=cert), timeout=60) as client:
-            answer = client.post(url + TEXT, json={"prompt": "Hello", "max_tokens": 2})
+            body = {"prompt": "Hello", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+            answer = client.post(url + TEXT, json=body)
         assert answer.json()["usage"]["completion_tokens"] == 2
 
 
