@@ -1,6 +1,7 @@
 """Ten questions about one passage, answered with the full cache and with a part of it.
 
-python -m studies.ten_questions --model FOLDER --policy "snapkv(64) + uniform(0.3)" --out results/smollm2
+python -m studies.ten_questions --model FOLDER --policy "snapkv(64) + uniform(0.3)" \\
+    --out results/smollm2/ten_questions
 
 The passage is the user's; a policy cuts the cache after it, before any question is seen. Each question then
 ends the turn, and the model answers greedily: no seed matters.
@@ -73,7 +74,9 @@ def page(model: LanguageModel, policy: str) -> str:
     )
     facts = ", ".join(f"{name} {version}" for name, version in versions().items())
     dtype = model.params["embed"].dtype
-    options = f'--model {named(model)} --dtype {dtype} --policy "{policy}" --out results/smollm2'
+    options = (
+        f'--model {named(model)} --dtype {dtype} --policy "{policy}" --out results/smollm2/ten_questions'
+    )
     return (
         f"# Ten questions to {named(model)}\n\n"
         f"The passage is the beginning of *Dracula*, {len(asked[0].context)} tokens with the chat template. "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 
 import numpy as np
 import pytest
 
 from kvjax.eval.measure.row import Row, as_json
-from kvjax.eval.measure.store import ABOUT, RESULTS, SCHEMA
+from kvjax.eval.measure.store import ABOUT, RESULTS, SCHEMA, read
 from kvjax.eval.report import plotting
 from studies import smollm2
 from studies.smollm2 import TEXT, Place
@@ -111,11 +112,19 @@ def test_points_weigh_text_and_questions_alike():
 def test_the_command_prints_tables_and_writes_what_auto_reads(tmp_path, capsys):
     (tmp_path / RESULTS).write_text("".join(json.dumps(as_json(row)) + "\n" for row in ROWS))
     (tmp_path / ABOUT).write_text(json.dumps({"schema": SCHEMA, "model": "it", "fingerprint": "0" * 16}))
-    assert smollm2.main([str(tmp_path), "--out", str(tmp_path)]) == 0
+    file = tmp_path / "front.json"
+    assert smollm2.main([str(tmp_path), "--out", str(tmp_path), "--front", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "### What the full cache solves" in printed
     assert "### Niah, 1,024 tokens, question unseen" in printed
-    front = json.loads((tmp_path / "front.json").read_text())["front"]
+    front = json.loads(file.read_text())["front"]
     assert [point["policy"] for point in front] == ["snapkv + uniform(0.15)", "keydiff + uniform(0.3)"]
     assert np.isfinite([point["low"] for point in front]).all()
     assert (tmp_path / "bytes.png").exists() == plotting.available()
+
+
+def test_the_page_shows_the_stored_rows():
+    """results/smollm2/README.md has the tables that the command prints of results/smollm2/eval."""
+    folder = pathlib.Path(__file__).parents[2] / "results" / "smollm2"
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert "\n".join(smollm2.text(read(folder / "eval"))) in page
