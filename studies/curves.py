@@ -45,7 +45,7 @@ class Curve:
 
     @property
     def change(self) -> float:
-        """From the last check that is no later than three quarters to the end, over the former."""
+        """Relative change of the error since the last check in the first three quarters."""
         before = max(i for i, step in enumerate(self.steps) if 4 * step <= 3 * self.steps[-1])
         return self.values[-1] / self.values[before] - 1
 

@@ -1,7 +1,6 @@
 """What configs/eval/smollm2.yaml measured: tables, a picture, and the measurements that ``auto`` chooses by.
 
-python -m studies.smollm2 results/smollm2/eval --out results/smollm2 \\
-    --front kvjax/assets/smollm2-135m-instruct/front.json
+python -m studies.smollm2 results/smollm2/eval --out results/smollm2 --front FILE
 
 Prints the tables as Markdown. Each own method of the five papers
 is compared with the best other method of the same cell, on the same samples, at no more bytes (of those that

@@ -3,14 +3,12 @@
 A share is of the 16-bit bytes of a cache that keeps everything. Bytes are a row's own, of prompt and answer.
 
 The measurements are ``front.json`` in a model's folder (``python -m kvjax.eval frontier``). A model without
-one, or with one of another fingerprint, uses those made with SmolLM2-135M-Instruct (results/smollm2), without
-learned parts.
+one, or with one of another fingerprint, uses those of the embedded model, without learned parts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import json
 import math
 import re
@@ -22,12 +20,10 @@ from kvjax.algebra import Policy, PolicyError
 from kvjax.types import Weighted
 from kvjax.weights._bytes import live_bytes
 from kvjax.weights._file import WeightsError
-from kvjax.weights._find import find
+from kvjax.weights._find import EMBEDDED, find
 from kvjax.weights._fingerprint import fingerprint
 
 FRONT = "front.json"
-SMOLLM2 = Path(str(importlib.resources.files("kvjax"))) / "assets" / "smollm2-135m-instruct"
-"""The folder of what was measured with a model that others trained."""
 _WORD = re.compile(r"\s*auto\((.*)\)\s*")
 _BYTES = re.compile(r"['\"]?(\d+)(B|KiB|MiB|GiB)['\"]?")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -73,7 +69,7 @@ def chosen(spec: str, model: Weighted, *, prompt: int | None = None, answer: int
 
 
 def _measured(entry: dict[str, Any], measured: dict[str, Any], own: bool) -> str:
-    where = "this model" if own else f"{measured['model']}; learned parts are left out here"
+    where = "this model" if own else "the embedded model; learned parts are left out here"
     return (
         f"{entry['score']:.0f} % at {100 * entry['share']:.0f} % of the bytes over {entry['tasks']} tasks of "
         f"{entry['length']} tokens, measured on {where} ({measured['command']})."
@@ -124,12 +120,12 @@ def _share(text: str) -> float | None:
 
 def _table(model: Weighted) -> tuple[dict[str, Any], bool]:
     """The measurements, and whether they were made with this model."""
-    for folder in (getattr(model, "folder", None), SMOLLM2):
+    for folder in (getattr(model, "folder", None), EMBEDDED):
         file = None if folder is None else Path(folder) / FRONT
         if file is not None and file.is_file():
             measured = _read(file)
             own = measured["fingerprint"] == fingerprint(model)
-            if own or folder == SMOLLM2:
+            if own or folder == EMBEDDED:
                 return measured, own
     raise PolicyError(
         f"auto(...) has no measurements to choose by: there is no {FRONT} beside the model. Run 'python -m "
@@ -144,7 +140,7 @@ def _read(file: Path) -> dict[str, Any]:
             catalogue.policy(entry["policy"])
             _ = [float(entry[name]) for name in ("share", "kept", "score", "length", "tasks")]
             _ = entry["protocol"]
-        _ = [measured[name] for name in ("fingerprint", "command", "model")]
+        _ = measured["fingerprint"], measured["command"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PolicyError(
             f"auto(...) chooses by the {FRONT} of the model's folder, which cannot be used "

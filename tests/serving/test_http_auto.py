@@ -30,14 +30,9 @@ def model(tiny_folder, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
     model_there = kvjax.load(folder)
-    measured = {
-        "fingerprint": fingerprint(model_there),
-        "model": "tiny",
-        "command": "python -m it",
-        "front": FRONT,
-    }
+    measured = {"fingerprint": fingerprint(model_there), "command": "python -m it", "front": FRONT}
     (folder / "front.json").write_text(json.dumps(measured))
-    monkeypatch.setattr(_auto, "SMOLLM2", tmp_path / "nowhere")
+    monkeypatch.setattr(_auto, "EMBEDDED", tmp_path / "nowhere")
     return model_there
 
 
