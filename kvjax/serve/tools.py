@@ -1,9 +1,9 @@
 """Tools in chats: how a model writes a call, which its chat template shows, and calls read out of a text.
 
-  Hermes, Qwen   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, between other text
-  Llama 3        an answer that is one object {"name": ..., "parameters": {...}}
-  Mistral        [TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}, ...]  (tokenizers 2 to 7)
-                 [TOOL_CALLS]name[ARGS]{...}, or name[CALL_ID]id[ARGS]{...}, each  (from 11 on)
+    Hermes, Qwen   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, between other text
+    Llama 3        an answer that is one object {"name": ..., "parameters": {...}}
+    Mistral        [TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}, ...]  (tokenizers 2 to 7)
+                   [TOOL_CALLS]name[ARGS]{...}, or name[CALL_ID]id[ARGS]{...}, each  (from 11 on)
 
 What a bracket holds in Mistral's forms is one special token (https://github.com/mistralai/mistral-common). A
 call that is not of its form stays text.
