@@ -166,6 +166,7 @@ def feed(
     """
     tiny = tiny or model()
     active = np.ones(tokens.shape[0], bool) if active is None else np.asarray(active)
+    policy = policy.after_prompt  # as what feeds tokens has it
     layers, rest = decode.layer_calls(tiny.network, policy, tiny.params, weights(policy)), outer(tiny.params)
     nothing, steps = np.zeros((len(active), tiny.network.spec.model_dim), np.float32), []
     for column in np.asarray(tokens, np.int32).T:

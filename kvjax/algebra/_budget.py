@@ -165,3 +165,10 @@ class Unlimited(Budget):
     name = "unlimited"
     idle = True
     limited = False
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Spent(Budget):
+    """A prompt was cut, and nothing more goes: what is left of a budget that acts after the prompt alone."""
+
+    name = "spent"

@@ -13,7 +13,7 @@ import jax
 
 from kvjax.algebra._admission import Admission, AdmitAll
 from kvjax.algebra._arguments import Whole
-from kvjax.algebra._budget import Budget, Unlimited
+from kvjax.algebra._budget import Budget, Spent, Unlimited
 from kvjax.algebra._completion import Completion, Nothing
 from kvjax.algebra._errors import PolicyError
 from kvjax.algebra._eviction import Eviction, KeepRecent
@@ -116,6 +116,16 @@ class Policy:
     def decides_later(self) -> bool:
         """Does the budget act while decoding?"""
         return self.budget.limited and self.budget.when != "after_prompt"
+
+    @property
+    def after_prompt(self) -> Policy:
+        """What is left to do once a prompt was cut: the same for all evictions and budgets that then rest.
+
+        What feeds tokens to a state is compiled for this policy, so that they share programs.
+        """
+        if self.decides_later or not self.budget.limited:
+            return self
+        return dataclasses.replace(self, eviction=KeepRecent(), budget=Spent(), recent=self.protects)
 
     @property
     def ranks_held(self) -> bool:

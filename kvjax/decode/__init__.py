@@ -93,7 +93,7 @@ from kvjax.decode._replay import (
     score_layer,
     share_slots,
 )
-from kvjax.decode._step import piece, run_layers, step, step_program
+from kvjax.decode._step import after_prompt, piece, run_layers, step, step_program
 
 __all__ = [
     "CHUNK",
@@ -115,6 +115,7 @@ __all__ = [
     "RequestError",
     "Tally",
     "after_chunk",
+    "after_prompt",
     "after_rows",
     "best_length",
     "bucket",

@@ -29,6 +29,7 @@ from kvjax.decode._draft import Drafter
 from kvjax.decode._loop import DecodeRows, first_token, write
 from kvjax.decode._placement import check_same_call, mesh_for, on_mesh
 from kvjax.decode._prefill import prefill
+from kvjax.decode._step import after_prompt
 from kvjax.sampling import Biases, Sampling, sampling
 from kvjax.sharding.mesh import Mesh
 from kvjax.types import EMPTY, Params, Weighted
@@ -230,20 +231,21 @@ def _pieces(
     decoding, fresh = first_token(state.mesh.put(decoding), logits, state.length, state.mesh)
     # Where everything is kept the context bounds the pool: one size for all prompts of a size class.
     keeps_all = policy.admission.idle and policy.on_arrival
-    written = 1
+    written, made_under = 1, state.structure
     yield np.asarray(fresh)[:, None], state
+    rest, own, state = after_prompt(policy, weights, state)
     while not bool(np.asarray(decoding.done).all()):
         check_alive("stream", state)  # the piece's state may have been fed to another call meanwhile
         left = int(limit.max()) - written
         ahead = state.context if keeps_all else min(HORIZON, left)
         if drafter is None:
             state, piece = reserve(policy, state, min(every, left), 1, ahead=ahead), every
-            state, decoding, out = write(model.network, policy, every, model.params, weights, state, decoding)
+            state, decoding, out = write(model.network, rest, every, model.params, own, state, decoding)
         else:
             piece = min(drafter.tokens(every), left)
             state = reserve(policy, state, piece, 1, ahead=ahead)
-            what = (model.network, policy, every, model.params, weights, state, decoding)
+            what = (model.network, rest, every, model.params, own, state, decoding)
             state, decoding, out = drafter.write(*what, tokens=piece)
         tokens = np.asarray(out)
         written += piece
-        yield tokens[:, (tokens != EMPTY).any(axis=0)], state
+        yield tokens[:, (tokens != EMPTY).any(axis=0)], dataclasses.replace(state, structure=made_under)

@@ -62,6 +62,7 @@ from kvjax.decode._replay import (
     score_layer,
     share_slots,
 )
+from kvjax.decode._step import after_prompt
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.sharding.specs import HEADS, of_state
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted
@@ -247,7 +248,8 @@ def _read_chunks(
     lengths, chunk_size = np.asarray([len(prompt) for prompt in prompts]), state.chunk
     longest = int(lengths.max())
     tokens = padded(prompts, -(-longest // chunk_size) * chunk_size)
-    last, calls = _no_output(model, state), layer_calls(model.network, policy, model.params, weights)
+    rest, own, _ = after_prompt(policy, weights, state)
+    last, calls = _no_output(model, state), layer_calls(model.network, rest, model.params, own)
     # Where everything is admitted, and all of it stays or a fixed number, the need is known: all of it at
     # once, one size, one program. (A share of the context is more than a shorter prompt can fill.)
     ahead = longest if policy.admission.idle and is_bounded(policy, state) else chunk_size
@@ -255,7 +257,7 @@ def _read_chunks(
         count = np.clip(lengths - start, 0, chunk_size).astype(np.int32)
         state = reserve(policy, state, min(ahead, longest - start), chunk_size)
         piece = tokens[:, start : start + chunk_size]
-        state, last, _ = read_chunk(model.network, policy, model.params, calls, state, piece, count, last)
+        state, last, _ = read_chunk(model.network, rest, model.params, calls, state, piece, count, last)
         if progress:
             jax.block_until_ready(last)  # reported is what is done, not what is asked for
             progress(min(start + chunk_size, longest), longest)
@@ -300,7 +302,7 @@ def with_logits(
     ``run`` is ``last_logits``, as the caller compiled it.
     """
     known = (last, state.confidence, fed, state.mesh)
-    logits, confidence = run(model.network, policy, outer(model.params), *known)
+    logits, confidence = run(model.network, policy.after_prompt, outer(model.params), *known)
     return dataclasses.replace(state, confidence=confidence), logits
 
 

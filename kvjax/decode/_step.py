@@ -164,6 +164,13 @@ def layer_info(
     return info
 
 
+def after_prompt(policy: Policy, weights: Params, state: KVState) -> tuple[Policy, Params, KVState]:
+    """``policy.after_prompt``, its weights, and the state as one that was made under it."""
+    rest = policy.after_prompt
+    own = {part.place: weights[part.place] for part in rest.learned if part.place in weights}
+    return rest, own, dataclasses.replace(state, structure=rest.structure)
+
+
 def positions_after(length: Int[Array, " B"], tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Positions of T new tokens per row."""
     return length[:, None] + jnp.arange(tokens.shape[1])[None, :]

@@ -27,7 +27,7 @@ def needed(prefill: Prefill) -> list[Program]:
     dtype, dim, placed = params["embed"].dtype, params["embed"].shape[1], shapes.length.sharding
     last = jax.ShapeDtypeStruct((1, dim), dtype, sharding=placed)
     fed = jax.ShapeDtypeStruct((1,), bool, sharding=placed)
-    ending = (network, policy, rest, last, shapes.confidence, fed, mesh)
+    ending = (network, policy.after_prompt, rest, last, shapes.confidence, fed, mesh)
     logits = own.logits.shapes(*ending)[0] if prefill.logits is None else prefill.logits
     first = (logits, request.sampling, np.zeros(1, bool), np.zeros(1, np.int32))
     if request.guide is None:

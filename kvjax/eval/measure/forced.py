@@ -197,16 +197,17 @@ def steps(
         for row, own in zip(given, forced):
             row[: len(own)] = own
     count = np.asarray([len(row) for row in target], np.int32)
-    state, measured = _steps(
+    rest, own, begin = decode.after_prompt(policy, weights or {}, state)
+    end, measured = _steps(
         model.network,
-        policy,
+        rest,
         model.params,
-        weights or {},
-        state,
+        own,
+        begin,
         decode.padded(feed, width),
         decode.padded(target, width),
         count,
         given,
         reference,
     )
-    return state, jax.device_get(measured)
+    return dataclasses.replace(end, structure=state.structure), jax.device_get(measured)
