@@ -89,11 +89,16 @@ class SizedPrograms:
 class Structure:
     """A policy structure with its learned weights: the shapes of its rows, and what is compiled for them.
 
-    Its batch and the prompts that are read for it share it; the programs leave with it.
+    Its batch and the prompts that are read for it share it; the programs leave with it. Policies that cut the
+    prompt and then rest differ in what reads a prompt alone: one structure serves them all.
 
     Attributes:
       name: of the structure and the weights; sizes of lists come beside it.
+      first: the policy that it was made for.
+      policy: what is left of it after the prompt.
+      learned: what steps read of its learned weights.
       row: shapes of an empty row, with a page in each pool.
+      reads: the learned weights of all that it reads prompts for, by ``EngineRequest.reading``.
     """
 
     def __init__(
@@ -106,30 +111,32 @@ class Structure:
         name: Hashable = (),
     ) -> None:
         """Makes no array and compiles nothing."""
-        self.model, self.policy = model, policy  # in the layout of batches
-        self.name, self.learned, self.row = name, learned, row
+        self.model, self.first, self.policy = model, policy, policy.after_prompt  # in the layout of batches
+        self.name, self.learned, self.row = name, learned.after_prompt(policy), row
+        self.reads: dict[Hashable, LearnedWeights] = {}
         self.list_shapes, self.page_bytes = paging.list_shapes(row), paging.page_bytes(row)
         self.paged_layers = sum(bool(x.pools) for x in row.layers)
         sizes: dict[str, Any] = {"context": row.context, "chunk": row.chunk, "page": page}
         own = functools.partial(Owned, ahead=row.mesh == ONE)
+        read_by = functools.partial(own, most=64)  # of several policies
 
         def make(rows: int, counts: tuple[int, ...]) -> KVState:
-            return paging.empty(model, policy, rows=rows, counts=counts, **sizes)
+            return paging.empty(model, self.policy, rows=rows, counts=counts, **sizes)
 
         self.make = own(make, static=("rows", "counts"))
         self.shortened = own(paging.shortened, static=("counts",))
         self.copied, self.resize = own(paging.copied), own(states.resize, static=("count", "mesh"))
-        self.by_layer = own(decode.weights_by_layer, static=("layers",))
+        self.by_layer = read_by(decode.weights_by_layer, static=("layers",))
         self.chunk = own(decode.chunk_layer, static=("network", "kind", "mesh"), donate=("cache",))
         self.rows = own(decode.chunk_layer_of_rows, static=("network", "kind"), donate=("caches",))
-        self.prompt = own(decode.prompt_layer, static=("network", "window", "ring", "mesh"))
-        self.behind = own(decode.prompt_layer_behind, static=("network", "window", "ring", "width"))
-        self.hold = own(decode.hold_layer, static=("network", "window", "mesh", "known"))
-        self.replay = own(decode.replay_layer, static=("network", "window", "mesh"), donate=("scores",))
-        self.rank = own(decode.rank_layer, static=("network", "window", "mesh"))
-        self.score = own(decode.score_layer, static=("network", "mesh"))
-        self.share = own(decode.share_slots, static=("layers", "mesh"))
-        self.cut = own(decode.cut_layer, static=("network", "window", "ring", "mesh"))
+        self.prompt = read_by(decode.prompt_layer, static=("network", "window", "ring", "mesh"))
+        self.behind = read_by(decode.prompt_layer_behind, static=("network", "window", "ring", "width"))
+        self.hold = read_by(decode.hold_layer, static=("network", "window", "mesh", "known"))
+        self.replay = read_by(decode.replay_layer, static=("network", "window", "mesh"), donate=("scores",))
+        self.rank = read_by(decode.rank_layer, static=("network", "window", "mesh"))
+        self.score = read_by(decode.score_layer, static=("network", "mesh"))
+        self.share = read_by(decode.share_slots, static=("layers", "mesh"))
+        self.cut = read_by(decode.cut_layer, static=("network", "window", "ring", "mesh"))
         self.store = own(decode.store_layer, static=("num_layers", "pages", "mesh"))
         self.guided_draw = own(guided_draw)
         self.logits = own(decode.last_logits, static=("network", "mesh"))
@@ -250,7 +257,7 @@ class RunningBatch:
         pages = sum(self.counts) * self.paged_layers * self.mesh.pools
         taken, (slots, size) = list(self.taken), live(self.state, self.known)
         return BatchMetrics(
-            policy=repr(self.policy),
+            policy=repr(self.structure.first),
             weights=self.structure.learned.label,
             rows=len(taken),
             max_rows=len(self.rows),
@@ -448,7 +455,7 @@ class RunningBatch:
         drawn, self.known = jax.device_get(coming)
         if self.known.overflow:  # it stays under way, so that the next call raises again
             raise PoolOverflowError(
-                f"a running batch of '{self.policy!r}' ran out of pages: its reservations are wrong."
+                f"a running batch of '{self.structure.first!r}' ran out of pages: its reservations are wrong."
             )
         self._flight, self.used = None, time.monotonic()
         return drawn, self.used - begun
@@ -510,7 +517,7 @@ class RunningBatch:
         """Of all rows, stacked; free rows have the batch's own."""
         key = [0 if row is None else row.order for row in self.rows]
         if self._stacked is None or self._stacked[0] != key:
-            policies = [self.policy if row is None else row.request.policy for row in self.rows]
+            policies = [self.policy if row is None else row.request.policy.after_prompt for row in self.rows]
             self._stacked, self._steps = (key, stack_policies(policies)), None
         return self._stacked[1]
 

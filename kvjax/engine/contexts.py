@@ -241,7 +241,7 @@ class Contexts:
     def _write(self, context: HeldContext, file: Path) -> None:
         assert context.state is not None
         saving.save(
-            context.state,
+            dataclasses.replace(context.state, structure=context.policy.structure),
             file,
             model=self._model,
             policy=context.policy,
@@ -323,7 +323,9 @@ class Contexts:
             tokens=saved.extra["tokens"],
             policy=paged(saved.policy, self._settings.context),
             learned=learned,
-            state=dataclasses.replace(saved.state, chunk=self._settings.chunk),
+            state=dataclasses.replace(
+                saved.state, chunk=self._settings.chunk, structure=saved.policy.after_prompt.structure
+            ),
             logits=jax.device_put(saved.extra["logits"]),
             file=file,
         )

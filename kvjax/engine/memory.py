@@ -89,12 +89,14 @@ class Memory:
 
     def structure(self, request: EngineRequest) -> Structure:
         """The structure of a request, a new one where there is none; nothing is compiled."""
-        policy, name, row = request.policy, request.structure, self.row(request.policy)
+        policy, name = request.policy, request.structure
+        row = self.row(policy.after_prompt)
         structure = next((x for x in self.structures if x.serves(name, row)), None)
         if structure is None:
             structure = Structure(self.model, policy, request.learned, row, self.settings.page, name)
         else:
             self.structures.remove(structure)
+        structure.reads[request.reading] = request.learned
         self.structures.append(structure)
         idle = self._idle_structures()
         for old in idle[: max(0, len(idle) - self.settings.max_lanes)]:
@@ -102,11 +104,12 @@ class Memory:
         return structure
 
     def new_structure(self, request: EngineRequest) -> Hashable | None:
-        """What names the structure of a request; None where one serves it. Any thread."""
-        name, row = request.structure, self.row(request.policy)
-        if any(structure.serves(name, row) for structure in list(self.structures)):
+        """What names the programs of a request; None where a structure has read for such. Any thread."""
+        name, row = request.structure, self.row(request.policy.after_prompt)
+        serving = [structure for structure in list(self.structures) if structure.serves(name, row)]
+        if any(request.reading in structure.reads for structure in serving):
             return None
-        return name, paging.list_shapes(row)
+        return request.reading, paging.list_shapes(row)
 
     def shed(self, everything: bool) -> bool:
         """Drops the structure that was not used for longest, or the programs of all; was there any?"""

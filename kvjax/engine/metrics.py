@@ -63,8 +63,9 @@ class BatchMetrics:
     """One running batch.
 
     Attributes:
-      policy: the policy that made it; other rows may differ from it in hyperparameters.
-      weights: which learned weights its rows have (``kvjax.weights.find(...).label``); "" where none.
+      policy: the policy that made it; other rows may differ from it in hyperparameters, and in what cut their
+        prompts where that rests since.
+      weights: which learned weights its steps read (``kvjax.weights.find(...).label``); "" where none.
       rows, max_rows: rows that are being written, and that there is space for.
       live: bytes of live slots.
       allocated: bytes on the device, weights and programs not included.

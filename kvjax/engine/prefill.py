@@ -269,7 +269,7 @@ class Prefill:
             self._last = self.state.mesh.put(no_output)
         self._state, last, x = decode.read_chunk(
             self.model.network,
-            self.request.policy,
+            self.request.policy.after_prompt,
             params,
             self.calls(),
             self.state,
@@ -290,9 +290,10 @@ class Prefill:
     def calls(self) -> list[decode.LayerCall]:
         """Of the model's layers."""
         if not self._calls:
-            request, own = self.request, self.structure
+            own, policy = self.structure, self.request.policy
+            weights = self.request.learned.after_prompt(policy).weights
             self._calls = decode.layer_calls(
-                self.model.network, request.policy, self.model.params, request.learned.weights, own.by_layer
+                self.model.network, policy.after_prompt, self.model.params, weights, own.by_layer
             )
         return self._calls
 

@@ -22,6 +22,8 @@ def needed(prefill: Prefill) -> list[Program]:
     """What reading will run, to be compiled beforehand; of a whole prompt all that can be known."""
     own, common, request, shapes = prefill.structure, prefill.common, prefill.request, prefill.shapes
     policy, weights, mesh = request.policy, request.learned.weights, shapes.mesh
+    if not prefill.whole:
+        weights, policy = request.learned.after_prompt(policy).weights, policy.after_prompt
     network, params = prefill.model.network, prefill.model.params
     programs, within, rest = _beginning(prefill), network.at(shapes.context), decode.outer(params)
     dtype, dim, placed = params["embed"].dtype, params["embed"].shape[1], shapes.length.sharding

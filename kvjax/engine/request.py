@@ -350,6 +350,13 @@ class LearnedWeights:
     label: str
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    def after_prompt(self, policy: Policy) -> LearnedWeights:
+        """What of the policy's weights is read after the prompt."""
+        own = {part.place: self.weights[part.place] for part in policy.after_prompt.learned}
+        if own.keys() == self.weights.keys():
+            return self
+        return LearnedWeights(own, self.label if own else "", self.sources if own else {})
+
 
 class WeightCache:
     """Learned weights, each read once while anybody uses them; any thread."""

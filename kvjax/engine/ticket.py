@@ -267,7 +267,12 @@ class EngineRequest:
     @functools.cached_property
     def structure(self) -> tuple[str, str, str]:
         """What rows of one batch have in common, besides the sizes of their lists."""
-        return self.learned.label, self.policy.structure, str(jax.tree.structure(self.policy))
+        return _named(self.learned.after_prompt(self.policy), self.policy.after_prompt)
+
+    @functools.cached_property
+    def reading(self) -> tuple[str, str, str]:
+        """What prompts that are read by the same programs have in common, besides these sizes."""
+        return _named(self.learned, self.policy)
 
     @property
     def prefix_key(self) -> Key:
@@ -362,6 +367,10 @@ class EngineRequest:
         """Keeps what its row holds at its end, where that was asked for."""
         if self.options.inspect:
             self.ticket._inspection = self.inspection(state, row, kv, allocated)
+
+
+def _named(learned: LearnedWeights, policy: Policy) -> tuple[str, str, str]:
+    return learned.label, policy.structure, str(jax.tree.structure(policy))
 
 
 def likeliest(ids: np.ndarray, values: np.ndarray, most: int) -> tuple[tuple[int, float], ...]:

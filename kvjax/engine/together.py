@@ -35,7 +35,7 @@ class Together:
         embed, layer, after = self._programs
         x = jax.ShapeDtypeStruct((*self._tokens.shape, rest["embed"].shape[1]), rest["embed"].dtype)
         programs = [embed.program(within, rest, self._length, self._tokens, ONE)]  # type: ignore[attr-defined]
-        policies = tuple(prefill.request.policy for prefill in self.prefills)
+        policies = tuple(prefill.request.policy.after_prompt for prefill in self.prefills)
         totals = tuple(state.total for state in states)
         seen = set[tuple[int, ...]]()
         calls = zip(*(prefill.calls() for prefill in self.prefills))
@@ -55,7 +55,7 @@ class Together:
         """Reads them and waits; ``afford`` as in ``Prefill.unit``."""
         after = decode.read_rows(
             self._network,
-            [prefill.request.policy for prefill in self.prefills],
+            [prefill.request.policy.after_prompt for prefill in self.prefills],
             self._params,
             [prefill.calls() for prefill in self.prefills],
             [prefill.state for prefill in self.prefills],

@@ -197,12 +197,12 @@ def steps(
         for row, own in zip(given, forced):
             row[: len(own)] = own
     count = np.asarray([len(row) for row in target], np.int32)
-    rest, own, begin = decode.after_prompt(policy, weights or {}, state)
+    rest, learned, begin = decode.after_prompt(policy, weights or {}, state)
     end, measured = _steps(
         model.network,
         rest,
         model.params,
-        own,
+        learned,
         begin,
         decode.padded(feed, width),
         decode.padded(target, width),
