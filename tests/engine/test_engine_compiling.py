@@ -131,7 +131,7 @@ def test_what_nobody_waits_for_leaves_the_line(reason):
         free.set()
         assert len(stays.result()) == 8
         made = {
-            repr(x.policy): bool(x.chunk.made or x.prompt.made) for x in engine._scheduler.memory.structures
+            repr(x.first): bool(x.chunk.made or x.prompt.made) for x in engine._scheduler.memory.structures
         }
         assert made["window(16)"]
         assert not made[repr(kvjax.policy(WHOLE))]

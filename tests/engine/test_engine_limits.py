@@ -247,6 +247,21 @@ def test_a_client_brings_so_many_new_structures_a_minute(monkeypatch):
         assert ask("window(32)") == 2
 
 
+def test_methods_of_one_batch_are_new_structures_each():
+    """What reads their prompts has to be compiled, although their rows then run together."""
+
+    def ask(policy: str) -> int:
+        request = Request(prompt=tiny.prompt(20), max_new_tokens=2, policy=policy, client="a")
+        return len(engine.submit(request).result())
+
+    with Engine(tiny.model(), new_structures=2, **SIZES) as engine:
+        assert ask("snapkv(8) + uniform(0.5)") == ask("keydiff + uniform(0.5) + recent(8)") == 2
+        assert ask("snapkv(8) + uniform(0.4)") == 2
+        assert len(engine.metrics().batches) == 1
+        with pytest.raises(TooManyStructures):
+            ask("snapkv(8) + ada(0.5)")
+
+
 # --- memory ----------------------------------------------------------------------------------------
 
 MIXED = ("full", "snapkv(8) + uniform(0.5)", "knorm + uniform(24, every_step)", "int8(8)", "window(64)")

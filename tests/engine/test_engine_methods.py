@@ -99,6 +99,29 @@ def check_engine_equals_generate(policy, monkeypatch, sizes):
         assert tokens == want.tokens[0]
 
 
+def test_methods_that_cut_the_prompt_run_in_one_batch(monkeypatch):
+    """Each writes what it writes alone, with learned weights of its own where it has any."""
+
+    def learned(cache, policy, named):
+        return LearnedWeights(tiny.weights(policy), "random" if policy.learned else "")
+
+    monkeypatch.setattr(WeightCache, "get", learned)
+    specs = ("snapkv(8) + uniform(0.5)", "tova + uniform(0.4) + recent(8)", "snapkv(8) + ada(0.5) + sinks(2)")
+    policies = [kvjax.policy(spec) for spec in (*specs, "kvp(2, recent=8) + uniform(0.5)")]
+    prompts = [tiny.prompt(40, seed) for seed in range(len(policies))]
+    with Engine(tiny.model(), max_rows=4, context=96, chunk=16, segment=4, page=tiny.PAGE) as engine:
+        tickets = [
+            engine.submit(Request(prompt=prompt, max_new_tokens=9, policy=policy))
+            for prompt, policy in zip(prompts, policies)
+        ]
+        written = [ticket.result() for ticket in tickets]
+        (batch,) = engine.metrics().batches
+        assert batch.weights == ""  # steps read none
+    for prompt, policy, tokens in zip(prompts, policies, written):
+        how = {"chunk_size": 16, "page": tiny.PAGE, "weights": tiny.weights(policy)}
+        assert tokens == kvjax.generate(tiny.model(), policy, [prompt], max_new_tokens=9, **how).tokens[0]
+
+
 def test_weights_that_a_hyperparameter_decides_about_are_a_rows_own():
     """Of each row, its own share of DuoAttention's heads; what ``admit`` says is that of the row alone."""
     policies = [kvjax.policy(f"duo({share}, window=24)") for share in (0.25, 0.5, 1.0)]
