@@ -55,6 +55,7 @@ class Beginnings:
                 f"context {request.context!r} was read with page lists too short for '{request.policy!r}'. "
                 "Go on with its own budget or a smaller one."
             )
+        self._memory.contexts.wake(context, self._memory.room)
         return context
 
     def keys(

@@ -65,6 +65,7 @@ class HeldContext(StoredState):
     Attributes:
       used: when it was last continued, by ``time.monotonic``.
       file: where it is saved; None while it is nowhere.
+      resting: its arrays lie in the host's memory, in NumPy; ``bytes`` of the device are then 0.
     """
 
     name: str
@@ -74,6 +75,7 @@ class HeldContext(StoredState):
     logits: Array | None  # of the next token, float32 [1, V]
     used: float = dataclasses.field(default_factory=time.monotonic)
     file: Path | None = None
+    resting: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,6 +88,28 @@ class HeldContext(StoredState):
             live=size["live"],
             allocated=size["allocated"],
         )
+        self.size = self.bytes  # in whichever memory
+
+    def rest(self) -> None:
+        """To the host's memory."""
+        self.state, self.bytes, self.resting = jax.device_get(self.state), 0, True
+
+    def wake(self) -> None:
+        """Back to the device."""
+        self.state, self.bytes, self.resting = jax.device_put(self.state), self.size, False
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaving:
+    """Contexts that make room for another: those that go to the host's memory, and those that are dropped."""
+
+    resting: Sequence[HeldContext]
+    dropped: Sequence[HeldContext]
+
+    @property
+    def bytes(self) -> int:
+        """Of the device, that they leave."""
+        return sum(context.bytes for context in (*self.resting, *self.dropped))
 
 
 class Contexts:
@@ -93,7 +117,11 @@ class Contexts:
 
     An owner does not see contexts of others; by default it is "". Their number, their bytes and the time
     for which they stay unused are bounded (``Engine``): a new one takes the place of the longest unused of
-    the owner that holds the most.
+    the owner that holds the most. That goes to the host's memory, as long as ``host_memory`` has room, and
+    comes back when it is continued.
+
+    Attributes:
+      to_host, from_host: how often one has gone there, and come back.
     """
 
     def __init__(
@@ -108,6 +136,7 @@ class Contexts:
         self._held: dict[tuple[str, str], HeldContext] = {}
         self._coming: dict[tuple[str, str], Ticket | None] = {}  # None until it is submitted
         self._dropped: list[Path] = []  # files of those that were dropped
+        self.to_host = self.from_host = 0
 
     def begin(
         self,
@@ -284,10 +313,10 @@ class Contexts:
                 context = self._read(file, weights or {})
                 if self.held(context.name, context.owner) is not None:
                     continue
-                if self.leaving(context):
+                if self.leaving(context).dropped:
                     raise saving.StateError(
                         f"context {context.name!r} ({file}) has no place beside those loaded before it. "
-                        "Start the engine with more max_contexts or contexts_share."
+                        "Start the engine with more max_contexts, contexts_share or host_memory."
                     )
             except Exception as error:  # of this file alone
                 if on_skipped is None:
@@ -348,31 +377,31 @@ class Contexts:
         with self._lock:
             return self._held.get((owner, name))
 
-    def leaving(self, new: HeldContext) -> Sequence[HeldContext]:
-        """Those that make room for a new one.
+    def leaving(self, new: HeldContext) -> Leaving:
+        """Those that make room on the device for one that is new, or rests.
 
         Raises:
           RequestError: it takes more than all of them together may.
         """
         most = int(self._settings.contexts_share * self._settings.kv_memory)
-        if new.bytes > most:
+        if new.size > most:
             raise RequestError(
-                f"context {new.name!r} takes {new.bytes} bytes, and all together may take {most}: "
+                f"context {new.name!r} takes {new.size} bytes, and all together may take {most}: "
                 f"kv_memory is {self._settings.kv_memory} and contexts_share "
                 f"{self._settings.contexts_share}. Raise one of them, or name a policy that keeps less."
             )
-        stay = list(self._all())
-        gone: list[HeldContext] = []
-        while True:
-            full = sum(context.bytes for context in stay) + new.bytes > most
-            if not full and len(stay) < self._settings.max_contexts:
-                return gone
-            share = collections.Counter[str]()
-            for context in stay:
-                share[context.owner] += context.bytes if full else 1
-            owner = max(share, key=share.__getitem__)
-            gone.append(min((x for x in stay if x.owner == owner), key=lambda x: x.used))
-            stay.remove(gone[-1])
+        held = [context for context in self._all() if context is not new]
+        here, there = ([x for x in held if x.resting == resting] for resting in (False, True))
+        resting, dropped = [], []
+        while sum(context.bytes for context in here) + new.size > most:
+            resting.append(_leaves(here, lambda context: context.size))
+        there += resting
+        while sum(context.size for context in there) > self._settings.host_memory:
+            dropped.append(_leaves(there, lambda context: context.size))
+        left = here + there
+        while len(left) >= self._settings.max_contexts:
+            dropped.append(_leaves(left, lambda context: 1))
+        return Leaving([context for context in resting if context not in dropped], dropped)
 
     def keep(self, context: HeldContext) -> None:
         """Keeps a row that was read, in place of those that make room.
@@ -380,11 +409,30 @@ class Contexts:
         Raises:
           RequestError: as ``leaving``.
         """
-        gone = self.leaving(context)
+        self._make_room(self.leaving(context))
         with self._lock:
-            for other in gone:
-                self._drop(other)
             self._held[context.owner, context.name] = context
+
+    def wake(self, context: HeldContext, room: Callable[[int], bool]) -> None:
+        """Brings one that rests back to the device, if there is room for so many bytes more.
+
+        Else it stays, and a row that begins with it is copied from where it is.
+        """
+        if not context.resting:
+            return
+        going = self.leaving(context)
+        if room(context.size - going.bytes):
+            self._make_room(going)
+            context.wake()
+            self.from_host += 1
+
+    def _make_room(self, going: Leaving) -> None:
+        with self._lock:
+            for other in going.dropped:
+                self._drop(other)
+        for other in going.resting:
+            other.rest()
+            self.to_host += 1
 
     def _drop(self, context: HeldContext) -> None:
         """Under the lock."""
@@ -413,6 +461,11 @@ class Contexts:
         """Device bytes of all of them."""
         return sum(context.bytes for context in self._all())
 
+    @property
+    def resting(self) -> int:
+        """Bytes of those in the host's memory."""
+        return sum(context.size for context in self._all() if context.resting)
+
     def _all(self) -> Sequence[HeldContext]:
         with self._lock:
             return [context for _, context in sorted(self._held.items())]
@@ -422,3 +475,14 @@ class Contexts:
         if context is None:
             raise ContextNotFound(f"no context {name!r} is held. Create it, or list those that are.")
         return context
+
+
+def _leaves(contexts: list[HeldContext], weight: Callable[[HeldContext], int]) -> HeldContext:
+    """Takes out the longest unused one of the owner that has the most."""
+    share = collections.Counter[str]()
+    for context in contexts:
+        share[context.owner] += weight(context)
+    owner = max(share, key=share.__getitem__)
+    one = min((x for x in contexts if x.owner == owner), key=lambda x: x.used)
+    contexts.remove(one)
+    return one

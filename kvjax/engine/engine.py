@@ -82,6 +82,7 @@ class Engine:
         max_contexts: int = 64,
         contexts_share: float = 0.5,
         contexts_ttl: float | None = None,
+        host_memory: int = 0,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         """Checks everything and starts the engine's thread; nothing is compiled before the first request.
@@ -113,6 +114,8 @@ class Engine:
           max_contexts: most contexts that are held; the longest unused makes room for a new one.
           contexts_share: of ``kv_memory``, how much contexts may take; the rest is left for texts.
           contexts_ttl: seconds after its last use at which a context goes; None keeps it.
+          host_memory: bytes of the host's memory for contexts that have no place among those on the device;
+            the longest unused go there, and come back when they are continued. On one device.
           on_note: called with one line for the operator (a compilation took long, a row was put back).
 
         Raises:
@@ -134,6 +137,7 @@ class Engine:
             max_contexts=max_contexts,
             contexts_share=contexts_share,
             contexts_ttl=contexts_ttl,
+            host_memory=host_memory,
         )
         self._most_waiting, self._new_structures = queue, new_structures
         self._brought: dict[str, dict[Hashable, float]] = {}  # new structures and when, by client

@@ -72,7 +72,7 @@ class Insertion:
             state=prefill.state,
             logits=prefill.logits,
         )
-        going = sum(other.bytes for other in self._contexts.leaving(context))
+        going = self._contexts.leaving(context).bytes
         if not memory.room(-going):  # the row that was read is counted already
             raise MemoryFull(
                 f"context {context.name!r} takes {context.bytes} bytes beside "

@@ -105,6 +105,8 @@ class Metrics:
       admitted_ratio: kept / seen of ended rows; 1 where none has ended.
       kv_memory: bytes that all batches and contexts together may have.
       kv_allocated: bytes they have.
+      contexts_resting: bytes of contexts in the host's memory.
+      contexts_to_host, contexts_from_host: how often one has gone there, and come back.
       pauses: seconds for which running rows stood still while a prompt was read or a batch made.
       time_to_first_token, between_tokens: as clients see them.
       queue_time: from the submission of requests to the first time that their prompt begins to be read.
@@ -129,6 +131,9 @@ class Metrics:
     admitted_ratio: float
     kv_memory: int
     kv_allocated: int
+    contexts_resting: int
+    contexts_to_host: int
+    contexts_from_host: int
     pauses: Seconds
     time_to_first_token: Seconds
     between_tokens: Seconds

@@ -259,4 +259,7 @@ class Scheduler:
             batches=tuple(batch.metrics() for batch in self.memory.batches),
             kv_memory=self._settings.kv_memory,
             kv_allocated=self.memory.allocated(),
+            contexts_resting=self.memory.contexts.resting,
+            contexts_to_host=self.memory.contexts.to_host,
+            contexts_from_host=self.memory.contexts.from_host,
         )

@@ -33,6 +33,7 @@ class EngineSettings:
     max_contexts: int = 64
     contexts_share: float = 0.5
     contexts_ttl: float | None = None
+    host_memory: int = 0
 
     @staticmethod
     def checked(
@@ -45,6 +46,7 @@ class EngineSettings:
         share_pages: bool | None,
         contexts_share: float = 0.5,
         contexts_ttl: float | None = None,
+        host_memory: int = 0,
         **sizes: int,
     ) -> EngineSettings:
         """The arguments of ``Engine``, checked, with defaults filled in.
@@ -68,6 +70,15 @@ class EngineSettings:
         if not 0 <= contexts_share <= 1:
             raise RequestError(
                 f"Engine(contexts_share={contexts_share}) is out of range. Give a number from 0 to 1."
+            )
+        if isinstance(host_memory, bool) or not isinstance(host_memory, int) or host_memory < 0:
+            raise RequestError(
+                f"Engine(host_memory={host_memory!r}) is not a size. Give a whole number, 0 or more."
+            )
+        if host_memory and mesh != ONE:
+            raise RequestError(
+                f"Engine(host_memory={host_memory}) is for one device, and the model lies on {mesh}. "
+                "Leave it out."
             )
         if contexts_ttl is not None and not contexts_ttl > 0:
             raise RequestError(
@@ -96,6 +107,7 @@ class EngineSettings:
             share_pages=share_pages,
             contexts_share=contexts_share,
             contexts_ttl=contexts_ttl,
+            host_memory=host_memory,
             **sizes,
         )
 

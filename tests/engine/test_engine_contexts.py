@@ -131,6 +131,45 @@ def test_contexts_take_their_share_of_the_memory_alone():
         engine.contexts.create("a", PROMPT)
 
 
+def test_contexts_beyond_the_share_rest_in_the_hosts_memory():
+    with small_engine() as engine:
+        engine.contexts.create("a", PROMPT)
+        size = engine.contexts.allocated
+        answer = engine.submit(Request(prompt=QUESTION, max_new_tokens=4, context="a")).result()
+    more = {"kv_memory": 400 * size, "contexts_share": 2.5 / 400, "host_memory": 2 * size}
+    with small_engine(**more) as engine:
+        for name in ("a", "b", "c"):
+            engine.contexts.create(name, PROMPT)
+        assert names(engine) == ["a", "b", "c"]
+        assert (engine.contexts.allocated, engine.contexts.resting) == (2 * size, size)
+        again = engine.submit(Request(prompt=QUESTION, max_new_tokens=4, context="a")).result()
+        assert again == answer
+        now = engine.metrics()  # "a" came back, and "b" went
+        assert (now.contexts_to_host, now.contexts_from_host) == (2, 1)
+        assert (engine.contexts.allocated, now.contexts_resting) == (2 * size, size)
+        for name in ("d", "e"):  # two rest; of three the longest unused is dropped
+            engine.contexts.create(name, PROMPT)
+        assert names(engine) == ["a", "c", "d", "e"]
+        assert engine.contexts.resting == 2 * size
+
+
+def test_a_row_is_copied_from_a_context_that_rests(monkeypatch):
+    """Where the device has no room for it."""
+    with small_engine(contexts_share=1.0) as engine:
+        engine.contexts.create("a", PROMPT)
+        question = Request(prompt=QUESTION, max_new_tokens=4, context="a")
+        answer = engine.submit(question).result()
+        engine.contexts.held("a").rest()
+        monkeypatch.setattr(engine.contexts, "wake", lambda context, room: None)
+        assert engine.submit(question).result() == answer
+        assert engine.contexts.resting == engine.contexts.held("a").size
+
+
+def test_host_memory_is_a_size():
+    with pytest.raises(RequestError, match="host_memory=-1.* is not a size"):
+        small_engine(host_memory=-1)
+
+
 def test_a_context_that_nobody_uses_goes():
     with small_engine(contexts_ttl=60) as engine:
         for name in ("a", "b"):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROOM = 2 * 2**30
 """Most bytes of pools that would hold everything."""
 
-TAIL = 64
+TAIL = 32
 """Tokens a chunk when question and prefix follow a compressed cache."""
 
 

@@ -139,6 +139,9 @@ class Options:
 
     max_contexts: int = option(64, "held contexts; the longest unused makes room")
     contexts_share: float = option(0.5, "of --kv-memory, how much held contexts may take", type=_SHARE)
+    host_memory: int | None = option(
+        None, "of the host, for contexts beyond that share (default: none)", "SIZE", type=size
+    )
     contexts_ttl: float = option(
         86400.0, "an unused context goes after so long (default: a day)", "SECONDS", type=_SECONDS
     )

@@ -150,6 +150,7 @@ def open_service(options: Options, log: Log, model: Any = None) -> Service:
         max_contexts=options.max_contexts,
         contexts_share=options.contexts_share,
         contexts_ttl=options.contexts_ttl,
+        host_memory=options.host_memory or 0,
         on_note=lambda line: log("engine", text=line),
     )
     try:

@@ -71,6 +71,7 @@ class _Collector:
             ("num_requests_running", "Texts that are being written", now.running),
             ("kv_memory_bytes", "Most bytes of all caches", now.kv_memory),
             ("kv_allocated_bytes", "Bytes of all caches on the device", now.kv_allocated),
+            ("contexts_host_bytes", "Bytes of contexts in the host's memory", now.contexts_resting),
             ("kv_kept_ratio", "Kept of what ended texts were fed, over layers and heads", now.admitted_ratio),
         ):
             yield core.GaugeMetricFamily(f"kvjax_{name}", what, value=value)
@@ -81,6 +82,8 @@ class _Collector:
             ("drafted_tokens", "Tokens drafted for texts with kv_draft", now.drafted_tokens),
             ("accepted_tokens", "Of these, those that stand in the text", now.accepted_tokens),
             ("preemptions", "Texts put back to wait", now.preempted),
+            ("contexts_to_host", "Contexts that went to the host's memory", now.contexts_to_host),
+            ("contexts_from_host", "Contexts that came back to be continued", now.contexts_from_host),
             ("kv_tokens_seen", "(token, layer, KV head) triples fed to texts that ended", now.tokens_seen),
             ("kv_tokens_kept", "Of these, those still held at the end", now.tokens_kept),
             ("kv_tokens_evicted", "Of these, those rejected or evicted", now.tokens_evicted),
