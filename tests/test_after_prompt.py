@@ -48,10 +48,10 @@ def test_policies_that_act_while_decoding_do_not_rest():
         assert kvjax.policy(spec).after_prompt == kvjax.policy(spec)
 
 
-def test_methods_that_cut_the_prompt_share_what_writes_and_what_extends():
+def test_methods_that_cut_the_prompt_share_what_stores_writes_and_extends():
     def run(spec: str) -> int:
         """Programs compiled for what comes after the prompt."""
-        policy = kvjax.policy(spec)
+        policy, stores = kvjax.policy(spec), decode.store_layer._cache_size()
         sizes = {"context": 96, "chunk_size": 32, "page": tiny.PAGE, "weights": tiny.weights(policy)}
         state, logits = decode.prefill(tiny.model(), policy, [tiny.prompt(60)], **sizes)
         state = decode.roomy(policy, state, 32)
@@ -63,7 +63,7 @@ def test_methods_that_cut_the_prompt_share_what_writes_and_what_extends():
             state = decode.roomy(policy, state, 32)
             list(decode.stream(tiny.model(), policy, state, logits, max_new_tokens=4, **own))
 
-        return compilations(after)
+        return compilations(after) + decode.store_layer._cache_size() - stores
 
     assert run("snapkv(8) + uniform(0.5)") > 0
     for spec in (

@@ -374,6 +374,8 @@ def read_layers(
     caches, kept = list(state.layers), []
     draws = mesh.put(np.zeros(len(prompts), np.uint32) if seeds is None else seeds)
     calls = layer_calls(network, policy, params, weights, run.by_layer)
+    rest = policy.after_prompt
+    of_rest = {part.place for part in rest.learned}
     held: list[Any] = []
     targets: list[Any] = [None] * network.num_layers
     done, layers = 0, network.num_layers
@@ -428,7 +430,8 @@ def read_layers(
         need = tuple(pool.coarse_class(max(pages)) for pages in zip(*fullest))
         whole = metrics.size((ranked, held))
         before = metrics.allocated(tuple(caches))
-        arguments = (policy, network.num_layers, need, own, cache, ranked, at, total, mesh)
+        own = {place: x for place, x in own.items() if place in of_rest}
+        arguments = (rest, network.num_layers, need, own, cache, ranked, at, total, mesh)
         if (program := missing(run.store, arguments)) is not None:
             yield program
         caches[index] = run.store(*arguments)
