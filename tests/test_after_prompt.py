@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-import pytest
 import tiny
 from jax.interpreters.partial_eval import dce_jaxpr
-from test_conformance import EXAMPLES
+from test_conformance import EXAMPLES, each
 from test_traced import compilations
 
 import kvjax
@@ -33,7 +32,7 @@ def traced(policy: Policy, state: KVState, tokens: int) -> str:
     return str(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0])  # without what nothing reads
 
 
-@pytest.mark.parametrize("policy", RESTING, ids=repr)
+@each(RESTING)
 def test_what_rests_computes_what_it_computed(policy):
     """Nothing that a step or a chunk reads of a policy is lost when its prompt is behind it."""
     sizes = {"rows": 3, "context": tiny.CONTEXT, "page": tiny.PAGE, "chunk_size": 16, "dtype": "float32"}
