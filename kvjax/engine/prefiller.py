@@ -53,8 +53,11 @@ class Prefiller:
 
     @property
     def reads(self) -> bool:
-        """Is there a prompt to be read between two programs of batches?"""
-        return any(x.begun and not x.programs and not x.ready for x in self.pending)
+        """Is there a prompt to be read between two programs of batches? Not one that waits for memory."""
+        return any(
+            not x.programs and not x.ready and x.request.ticket.id not in self._turns.waits
+            for x in self.pending
+        )
 
     @property
     def acts(self) -> bool:

@@ -51,6 +51,7 @@ class Turns:
     Attributes:
       units: chunks and layers that were read.
       tokens: that were read, of all prompts.
+      waits: numbers of requests that waited for memory in the last turn.
     """
 
     def __init__(
@@ -64,11 +65,12 @@ class Turns:
         """Reads nothing; ``first_tokens`` is called with each prompt that is read."""
         self._line, self._memory, self._settings = line, memory, memory.settings
         self._compiler, self._counters, self._first_tokens = compiler, counters, first_tokens
-        self.units, self.tokens = 0, 0.0
+        self.units, self.tokens, self.waits = 0, 0.0, set[int]()
 
     def read(self) -> bool:
         """Reads up to ``prefill_tokens`` tokens; False where there was nothing to read, or all that waits."""
-        left, done, waits = float(self._settings.prefill_tokens), False, set[int]()
+        left, done = float(self._settings.prefill_tokens), False
+        self.waits = waits = set[int]()
         while True:
             chosen = self._chosen(left, waits, first=not done)
             if not chosen:
