@@ -9,13 +9,15 @@ answers with a partial of its own, and the partials of a KV head's pages are sum
   partial    m l o    m l o    -        m l o        segment max and sum by owner
 
 A float pool is one product in place: cutting it into chunks copies it (all pages owned: a tenth slower in
-float32, a third in bfloat16; a gain of a tenth with 90 of 160 owned).
+float32, a third in bfloat16; a gain of a tenth with 90 of 160 owned). A large one of which less than half of
+the chunks has an owner is read by chunks, too: one text in a batch of sixteen rows.
 A pool of codes is read in chunks of pages, which become float while they are in a core's own cache, and
 chunks that no KV head owns are skipped: the pool is never converted as a whole.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
 CHUNK = 4096
 """Slots of a chunk: 1 MB of float keys of 64 channels. (INT8, 32,768 slots, one CPU thread: 1.8 ms, with
 16,384 2.4, with 2,048 2.0.)"""
+
+
+LARGE = 4
+"""Chunks from which on a float pool may be read without those that nobody owns."""
 
 
 class Owners(NamedTuple):
@@ -111,7 +117,19 @@ def _owners_queries(q: Float[Array, "X R H"], own: Owners) -> Float[Array, "P R 
 
 
 def of_floats(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Options) -> Partials:
-    """Every page's partial, the pool in place. NaN in a dead value makes its page's o NaN."""
+    """Every page's partial. NaN in a dead value makes its page's o NaN."""
+    in_place, by_chunks = (
+        functools.partial(_in_place, options=options),
+        functools.partial(_by_chunks, options=options),
+    )
+    chunks = chunks_of(own, pools.k.shape[1])
+    if len(chunks.starts) < LARGE:
+        return in_place(q, pools, own)
+    few = 2 * chunks.busy < len(chunks.starts)
+    return jax.lax.cond(few, by_chunks, in_place, q, pools, own)  # type: ignore[no-any-return]
+
+
+def _in_place(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Options) -> Partials:
     m, l, p = _weights(products.scores(_owners_queries(q, own), pools.k, options.scale), own, options.softcap)
     return Partials(m, l, products.mix(p, pools.v), p)
 
@@ -124,10 +142,14 @@ def without_dead(
 
 
 def of_codes(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Options) -> Partials:
-    """Every owned page's partial, chunk by chunk; pages of chunks that no KV head owns stay empty."""
+    """Every owned page's partial; those of chunks that no KV head owns stay empty."""
+    return _by_chunks(q, pools, own, options)
+
+
+def _by_chunks(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Options) -> Partials:
     (pool, size, _), (_, rows, h) = pools.k.shape, q.shape
-    assert pools.scales is not None
     chunks, of_pages = chunks_of(own, size), pools.scales
+    with_p = options.mass or of_pages is None  # of floats for ``without_dead``
 
     def one(i: Int[Array, ""], partials: Partials) -> Partials:
         part = Owners(chunks.cut(own.kv_head, i), chunks.cut(own.live, i))
@@ -135,19 +157,20 @@ def of_codes(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Optio
         scales = jax.tree.map(lambda x: chunks.cut(x, i), of_pages)
         if isinstance(scales, codes.Grouped):
             k, v = codes.values(k, scales, 0), codes.values(v, scales, 1)
-        else:  # a page's scales are multiplied once a query and not once a slot
+        elif scales is not None:  # a page's scales are multiplied once a query and not once a slot
             own_q, k, v = own_q * scales[:, None, 0], codes.floats(k), codes.floats(v)
         m, l, p = _weights(products.scores(own_q, k, options.scale), part, options.softcap)
         o = products.mix(p, v)
-        o = o if isinstance(scales, codes.Grouped) else o * scales[:, None, 1]
-        new = Partials(m, l, o, p if options.mass else None)
+        if scales is not None and not isinstance(scales, codes.Grouped):
+            o = o * scales[:, None, 1]
+        new = Partials(m, l, o, p if with_p else None)
         return jax.tree.map(lambda x, y: chunks.put(x, y, i), partials, new)
 
     empty = Partials(
         jnp.full((pool, rows), -jnp.inf, jnp.float32),
         jnp.zeros((pool, rows), jnp.float32),
         jnp.zeros((pool, rows, h), jnp.float32),
-        jnp.zeros((pool, rows, size), jnp.float32) if options.mass else None,
+        jnp.zeros((pool, rows, size), jnp.float32) if with_p else None,
     )
     return jax.lax.fori_loop(0, chunks.busy, one, empty)
 
