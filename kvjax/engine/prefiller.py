@@ -22,7 +22,7 @@ from kvjax.engine.settings import NOTE_AFTER
 from kvjax.engine.ticket import EngineRequest
 from kvjax.engine.turns import Turns, too_large
 
-STARTS = 4
+STARTS = 8
 """Requests that may leave the queue in a turn: their programs are looked up, which takes milliseconds."""
 
 
