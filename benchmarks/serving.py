@@ -58,6 +58,7 @@ class Serving:
         None, "of a random model instead, for arrivals, behind and clients", choices=sorted(SIZES)
     )
     prefill_tokens: int | None = option(None, "of the engine, for arrivals, behind and clients")
+    max_rows: int = option(16, "rows of a running batch, for arrivals, behind, clients and grammar")
     seed: int = option(0, "of the prompts", type=whole(0))
     peers: Path | None = option(None, "environment that `peers --make` made", "DIR")
 

@@ -92,7 +92,7 @@ def _engine(model: LanguageModel, settings: Serving, context: int) -> Engine:
     return Engine(
         model,
         kv_memory=settings.kv_memory,
-        max_rows=16,
+        max_rows=settings.max_rows,
         context=context,
         queue=4096,
         segment=settings.segment,
@@ -139,6 +139,7 @@ def arrivals(model: LanguageModel, settings: Serving, policies: Sequence[str]) -
         "prompt": settings.prompt,
         "prompt_tokens": sum(map(len, drawn)),
         "new": settings.new,
+        "max_rows": settings.max_rows,
         **_tail(firsts),
         "tokens_per_s": round(ARRIVALS * settings.new / seconds, 1),
         "seconds": round(seconds, 2),

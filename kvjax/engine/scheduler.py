@@ -1,8 +1,8 @@
 """What runs next: the engine's thread takes one turn after another.
 
 A turn is one program of one batch (up to ``segment`` steps), or up to ``prefill_tokens`` tokens of prompts
-(``turns`` says of which); batches and prompts take turns. So a running row waits at most for one program
-of each other batch and for so many tokens. Where one batch alone has anything to do, its next program is
+(``turns`` says of which), between every two programs. So a running row waits at most for one program of each
+other batch and for so many tokens for each. Where one batch alone has anything to do, its next program is
 begun before the last one's tokens are handed out. A request goes
 
   queue -> waiting for compilation (beside the others) -> reading -> waiting for pages -> a row
@@ -93,8 +93,8 @@ class Scheduler:
         work: list[Callable[[], bool]] = [
             functools.partial(self._write, batch) for batch in self.memory.batches if batch.taken
         ]
-        if prefiller.acts:
-            work.append(prefiller.read)
+        if prefiller.acts:  # between every two programs
+            work = [turn for write in work for turn in (write, prefiller.read)] or [prefiller.read]
         for _ in work:
             self._turn = (self._turn + 1) % len(work)
             if work[self._turn]():
