@@ -96,7 +96,7 @@ class Owned:
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """What compiles it for such arguments, of which shapes are enough; holds no array."""
-        shapes = jax.tree.map(_shape, (args, kwargs))  # of one that is there, too: it may be dropped meanwhile
+        shapes = jax.tree.map(_shape, (args, kwargs))  # of one that is there, too: it may be dropped
         return Program(self.made, self._key(args, kwargs), functools.partial(self._compile, *shapes))
 
     def shapes(self, *args: Any, **kwargs: Any) -> Any:
