@@ -96,8 +96,11 @@ class Owned:
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """What compiles it for such arguments, of which shapes are enough; holds no array."""
-        shapes = jax.tree.map(_shape, (args, kwargs))  # of one that is there, too: it may be dropped
-        return Program(self.made, self._key(args, kwargs), functools.partial(self._compile, *shapes))
+        key = self._key(args, kwargs)
+        if key in self.made:
+            return Program(self.made, key, lambda: self.made[key])
+        shapes = jax.tree.map(_shape, (args, kwargs))
+        return Program(self.made, key, functools.partial(self._compile, *shapes))
 
     def shapes(self, *args: Any, **kwargs: Any) -> Any:
         """Of what it returns."""
