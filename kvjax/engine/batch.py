@@ -60,6 +60,10 @@ class BatchRow:
     family: int  # rows that share pages have the same
 
 
+READS = 64
+"""Most policies whose prompts one structure remembers, and programs of each function that reads them."""
+
+
 class CommonPrograms:
     """What rows of every structure run, compiled; a few sizes for the whole engine."""
 
@@ -118,7 +122,7 @@ class Structure:
         self.paged_layers = sum(bool(x.pools) for x in row.layers)
         sizes: dict[str, Any] = {"context": row.context, "chunk": row.chunk, "page": page}
         own = functools.partial(Owned, ahead=row.mesh == ONE)
-        read_by = functools.partial(own, most=64)  # of several policies
+        read_by = functools.partial(own, most=READS)  # of several policies
 
         def make(rows: int, counts: tuple[int, ...]) -> KVState:
             return paging.empty(model, self.policy, rows=rows, counts=counts, **sizes)

@@ -18,7 +18,7 @@ from kvjax.cache import pool
 from kvjax.cache.state import KVState
 from kvjax.decode import RequestError
 from kvjax.engine import pages as paging
-from kvjax.engine.batch import CommonPrograms, RunningBatch, Structure
+from kvjax.engine.batch import READS, CommonPrograms, RunningBatch, Structure
 from kvjax.engine.contexts import Contexts
 from kvjax.engine.decoding import Snapshot
 from kvjax.engine.drafted import DraftedBatch
@@ -96,7 +96,10 @@ class Memory:
             structure = Structure(self.model, policy, request.learned, row, self.settings.page, name)
         else:
             self.structures.remove(structure)
-        structure.reads[request.reading] = request.learned
+        structure.reads.pop(request.reading, None)
+        structure.reads[request.reading] = request.learned  # the last one is the newest
+        for old in list(structure.reads)[:-READS]:
+            del structure.reads[old]
         self.structures.append(structure)
         idle = self._idle_structures()
         for old in idle[: max(0, len(idle) - self.settings.max_lanes)]:

@@ -15,9 +15,10 @@ from test_engine_prefix import compared
 
 import kvjax
 from kvjax.engine import Engine, Request
+from kvjax.engine.batch import RunningBatch
 from kvjax.engine.prefill import Prefill
 from kvjax.engine.together import Together
-from kvjax.engine.turns import PASSED
+from kvjax.engine.turns import PASSED, Turns
 
 CHUNK, CONTEXT = 16, 160
 SIZES = {"max_rows": 4, "context": CONTEXT, "chunk": CHUNK, "segment": 4, "page": tiny.PAGE}
@@ -277,3 +278,44 @@ def test_a_prompt_begins_with_part_of_another(engine):
     ticket = engine.submit(request)
     assert ticket.result() == generated(request)
     assert ticket.usage.cached_tokens >= 75
+
+
+def test_prompts_have_a_turn_after_every_program_and_a_program_is_then_one_step(monkeypatch):
+    """Two batches run; while anything is left to read neither writes twice, nor more than a token."""
+    seen: list[str] = []
+    step, read = RunningBatch.step, Turns.read
+
+    def stepping(self, steps, now):
+        seen.append(f"step {now}")
+        step(self, steps, now)
+
+    def reading(self):
+        before = self.units
+        done = read(self)
+        seen.extend(["read"] * (self.units > before))
+        return done
+
+    def run(seed: int) -> None:
+        runs = [
+            engine.submit(Request(prompt=tiny.prompt(8, seed), max_new_tokens=60, policy=policy))
+            for policy in ("full", "int8(64)")
+        ]
+        for ticket in runs:
+            next(iter(ticket))
+        seen.clear()
+        prompts = [tiny.prompt(48, seed + 1), tiny.prompt(48, seed + 2)]
+        new = at_once(engine, [Request(prompt=prompt, max_new_tokens=4) for prompt in prompts])
+        for ticket in [*new, *runs]:
+            ticket.result()
+
+    monkeypatch.setattr(RunningBatch, "step", stepping)
+    monkeypatch.setattr(Turns, "read", reading)
+    with Engine(tiny.model(), **SIZES) as engine:
+        run(60)  # compiles
+        run(70)
+    first, last = seen.index("read"), len(seen) - seen[::-1].index("read")
+    while_read = seen[first:last]
+    assert len(while_read) >= 11  # three chunks each
+    assert set(while_read[::2]) == {"read"}
+    assert set(while_read[1::2]) == {"step 1"}
+    assert "step 4" in seen[last:]
