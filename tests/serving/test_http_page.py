@@ -11,7 +11,7 @@ from typing import Any
 import chromium
 import numpy as np
 import pytest
-from serving_client import generated, running
+from serving_client import generated, running, until
 
 from kvjax import catalogue, metrics
 from kvjax.engine.batch import RunningBatch
@@ -335,7 +335,7 @@ def test_stop_frees_the_row(written, server, monkeypatch):
     for name, value in {"prompt": PROMPT, "policy-b": "", "tokens": "400"}.items():
         written.run(f"document.getElementById({name!r}).value = {value!r}")
     written.run("document.getElementById('go').click()")
-    written.until("!document.getElementById('stop').disabled")
+    assert until(lambda: server.service.engine.metrics().running == 1, 120), "the text was never begun"
     written.key("Escape", 27)
     assert server.idle()
     assert server.service.engine.metrics().requests["cancelled"] >= 1
