@@ -3,7 +3,8 @@
 A share is of the 16-bit bytes of a cache that keeps everything. Bytes are a row's own, of prompt and answer.
 
 The measurements are ``front.json`` in a model's folder (``python -m kvjax.eval frontier``). A model without
-one, or with one of another fingerprint, uses those of the embedded model, without learned parts.
+one, or with one of another fingerprint, uses those of SmolLM2-135M-Instruct, and where these have nothing
+that small those of the embedded model; without learned parts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from kvjax.weights._find import EMBEDDED, find
 from kvjax.weights._fingerprint import fingerprint
 
 FRONT = "front.json"
+
+SHIPPED = (EMBEDDED.with_name("smollm2-135m-instruct"), EMBEDDED)
+"""Folders whose measurements serve models that have none of their own; the better model first."""
+
 _WORD = re.compile(r"\s*auto\((.*)\)\s*")
 _BYTES = re.compile(r"['\"]?(\d+)(B|KiB|MiB|GiB)['\"]?")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -60,20 +65,37 @@ def chosen(spec: str, model: Weighted, *, prompt: int | None = None, answer: int
             f"policy({spec!r}): auto takes a share of the cache in (0, 1] or bytes of a row. Write auto(0.2) "
             "or auto(64MiB)."
         )
-    measured, own = _table(model)
-    for entry in sorted(_longest(measured["front"]), key=lambda x: (-x["score"], x["share"])):
-        policy = _at(entry, share)
-        if policy is not None and _usable(policy, model, own):
-            return policy, f"{spec} is {policy!r}: {_measured(entry, measured, own)}"
+    for table in _tables(model):
+        for entry in sorted(_longest(table.front), key=lambda x: (-x["score"], x["share"])):
+            policy = _at(entry, share)
+            if policy is not None and _usable(policy, model, table.own):
+                return policy, f"{spec} is {policy!r}: {table.measured(entry)}"
     raise PolicyError(f"policy({spec!r}): nothing that small was measured. Give more, or name a policy.")
 
 
-def _measured(entry: dict[str, Any], measured: dict[str, Any], own: bool) -> str:
-    where = "this model" if own else "the embedded model; learned parts are left out here"
-    return (
-        f"{entry['score']:.0f} % at {100 * entry['share']:.0f} % of the bytes over {entry['tasks']} tasks of "
-        f"{entry['length']} tokens, measured on {where} ({measured['command']})."
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Table:
+    """Measurements of one model.
+
+    Attributes:
+      front: an entry a policy and length.
+      name: of the model.
+      command: that measured.
+      own: were they made with the model that they now serve?
+    """
+
+    front: list[dict[str, Any]]
+    name: str
+    command: str
+    own: bool
+
+    def measured(self, entry: dict[str, Any]) -> str:
+        """What speaks for an entry, in words."""
+        where = "this model" if self.own else f"{self.name}, for want of figures of this model's own"
+        return (
+            f"{entry['score']:.0f} % at {100 * entry['share']:.0f} % of the bytes over {entry['tasks']} "
+            f"tasks of {entry['length']} tokens, measured on {where} ({self.command})."
+        )
 
 
 def _for_bytes(spec: str, size: int, model: Weighted, prompt: int, answer: int) -> tuple[Policy, str]:
@@ -82,26 +104,27 @@ def _for_bytes(spec: str, size: int, model: Weighted, prompt: int, answer: int) 
     whole = live_bytes(Policy(), model.network, dtype, tokens, tokens)
     if whole <= size:
         return Policy(), f"{spec} is full: a cache of {tokens} tokens takes {_written(whole)} whole."
-    measured, own = _table(model)
     least: tuple[float, Policy] | None = None
-    best: tuple[tuple[float, float], Policy, dict[str, Any]] | None = None
-    for entry in _nearest(measured["front"], tokens):
-        policy = _as_measured(entry)
-        if not _usable(policy, model, own):
-            continue
-        held = live_bytes(policy, model.network, dtype, tokens, _slots(policy, entry, prompt, answer))
-        least = min(least or (held, policy), (held, policy), key=lambda x: x[0])
-        if held <= size and (best is None or (entry["score"], -held) > best[0]):
-            best = (entry["score"], -held), policy, entry
+    best: tuple[tuple[float, float], Policy, str] | None = None
+    for table in _tables(model):
+        for entry in _nearest(table.front, tokens):
+            policy = _as_measured(entry)
+            if not _usable(policy, model, table.own):
+                continue
+            held = live_bytes(policy, model.network, dtype, tokens, _slots(policy, entry, prompt, answer))
+            least = min(least or (held, policy), (held, policy), key=lambda x: x[0])
+            if held <= size and (best is None or (entry["score"], -held) > best[0]):
+                best = (entry["score"], -held), policy, table.measured(entry)
+        if best is not None:
+            break
     if best is None:
         small = "" if least is None else f", the smallest measured policy {least[1]!r} {_written(least[0])}"
         raise PolicyError(
             f"policy({spec!r}): a cache of {tokens} tokens takes {_written(whole)} whole{small}. "
             "Give at least that, or name a policy."
         )
-    (_, held), policy, entry = best
-    reason = f"{_written(-held)} for {tokens} tokens; {_measured(entry, measured, own)}"
-    return policy, f"{spec} is {policy!r}: {reason}"
+    (_, held), policy, reason = best
+    return policy, f"{spec} is {policy!r}: {_written(-held)} for {tokens} tokens; {reason}"
 
 
 def _written(size: float) -> str:
@@ -118,15 +141,27 @@ def _share(text: str) -> float | None:
     return number if 0 < number <= 1 else None
 
 
-def _table(model: Weighted) -> tuple[dict[str, Any], bool]:
-    """The measurements, and whether they were made with this model."""
-    for folder in (getattr(model, "folder", None), EMBEDDED):
-        file = None if folder is None else Path(folder) / FRONT
-        if file is not None and file.is_file():
-            measured = _read(file)
-            own = measured["fingerprint"] == fingerprint(model)
-            if own or folder == EMBEDDED:
-                return measured, own
+def _tables(model: Weighted) -> list[_Table]:
+    """The model's own measurements; without them those shipped, in the order to ask them."""
+    folder, mark = getattr(model, "folder", None), fingerprint(model)
+    places = [] if folder is None else [Path(folder)]
+    found = []
+    for place in dict.fromkeys([*places, *SHIPPED]):
+        if not (place / FRONT).is_file():
+            continue
+        measured = _read(place / FRONT)
+        table = _Table(
+            front=measured["front"],
+            name=measured["model"],
+            command=measured["command"],
+            own=measured["fingerprint"] == mark,
+        )
+        if table.own:
+            return [table]
+        if place in SHIPPED:
+            found.append(table)
+    if found:
+        return found
     raise PolicyError(
         f"auto(...) has no measurements to choose by: there is no {FRONT} beside the model. Run 'python -m "
         f"kvjax.eval frontier --out DIR' and put its {FRONT} into the model's folder, or name a policy."
@@ -140,7 +175,7 @@ def _read(file: Path) -> dict[str, Any]:
             catalogue.policy(entry["policy"])
             _ = [float(entry[name]) for name in ("share", "kept", "score", "length", "tasks")]
             _ = entry["protocol"]
-        _ = measured["fingerprint"], measured["command"]
+        _ = measured["fingerprint"], measured["command"], measured["model"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PolicyError(
             f"auto(...) chooses by the {FRONT} of the model's folder, which cannot be used "

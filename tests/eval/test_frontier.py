@@ -153,7 +153,7 @@ def model(tiny_folder, tmp_path, monkeypatch):
     loaded = kvjax.load(folder)
     whose = {"model": "tiny", "fingerprint": fingerprint(loaded)}
     (folder / "front.json").write_text(front.as_json(FOUND, DIM, whose, "python -m it"))
-    monkeypatch.setattr(auto, "EMBEDDED", tmp_path / "nowhere")
+    monkeypatch.setattr(auto, "SHIPPED", ())
     return loaded
 
 
@@ -211,7 +211,7 @@ def test_below_the_smallest_measured_it_says_what_that_is(model):
         chosen("auto(2KiB)", model, prompt=60, answer=12)
 
 
-SHIPPED = auto.EMBEDDED
+SHIPPED = auto.SHIPPED[-1]
 embedded = functools.cache(lambda: kvjax.load(SHIPPED))
 
 
@@ -282,10 +282,36 @@ def test_another_model_takes_no_learned_part(model, monkeypatch):
     results = rows(("full", 1.0, [1.0, 1.0]), (learned, 0.2, [1.0, 1.0]), ("gvote(0.9)", 0.2, [1.0, 0.0]))
     whose = {"model": "other", "fingerprint": "0"}
     (model.folder / "front.json").write_text(front.as_json(results, DIM, whose, "it"))
-    monkeypatch.setattr(auto, "EMBEDDED", model.folder)
+    monkeypatch.setattr(auto, "SHIPPED", (model.folder,))
     policy, note = chosen("auto(0.3)", model)
     assert repr(policy) == "gvote(0.9)"
-    assert "learned parts are left out" in note
+    assert "measured on other, for want of figures of this model's own" in note
+
+
+def test_a_model_without_measurements_rests_on_those_shipped(model, monkeypatch):
+    """On SmolLM2's; the embedded model has its own."""
+    monkeypatch.undo()
+    (model.folder / "front.json").unlink()
+    policy, note = chosen("auto(0.35)", model)
+    assert not policy.learned
+    assert "measured on SmolLM2-135M-Instruct, for want of figures of this model's own" in note
+    assert "measured on this model" in chosen("auto(0.35)", embedded())[1]
+
+
+def test_what_the_first_shipped_table_is_too_large_for_the_next_one_has(model, tmp_path, monkeypatch):
+    (model.folder / "front.json").unlink()
+    for name, policy, share in (("large", "gvote(0.95)", 0.4), ("small", "knorm + uniform(0.2)", 0.2)):
+        results = rows(("full", 1.0, [1.0]), (policy, share, [1.0]))
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "front.json").write_text(
+            front.as_json(results, DIM, {"model": name, "fingerprint": ""}, "it")
+        )
+    monkeypatch.setattr(auto, "SHIPPED", (tmp_path / "large", tmp_path / "small"))
+    assert chosen("auto(0.5)", model)[0] == kvjax.policy("gvote(0.95)")
+    for spec, tokens in (("auto(0.3)", {}), ("auto(8KiB)", {"prompt": 60, "answer": 12})):
+        policy, note = chosen(spec, model, **tokens)
+        assert repr(policy).startswith("knorm")
+        assert "measured on small, for want" in note
 
 
 def test_weights_that_are_not_the_default_are_never_the_choice():

@@ -30,9 +30,9 @@ def model(tiny_folder, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
     model_there = kvjax.load(folder)
-    measured = {"fingerprint": fingerprint(model_there), "command": "python -m it", "front": FRONT}
-    (folder / "front.json").write_text(json.dumps(measured))
-    monkeypatch.setattr(_auto, "EMBEDDED", tmp_path / "nowhere")
+    facts = {"fingerprint": fingerprint(model_there), "command": "python -m it", "model": "tiny"}
+    (folder / "front.json").write_text(json.dumps(facts | {"front": FRONT}))
+    monkeypatch.setattr(_auto, "SHIPPED", ())
     return model_there
 
 
