@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -285,7 +286,7 @@ def as_json(rows: Sequence[Row], facts: dict[str, Any]) -> str:
 
 
 def draw(rows: Sequence[Row], file: Path) -> Path:
-    """Text and needles beside each other over bytes, 1,024 tokens: a line a method, readable in grey."""
+    """Text and needles beside each other over bytes, 1,024 tokens: a line a method, its best variant."""
     plt = pyplot()
     found = cells(rows)
     shown: list[tuple[Place, str, Callable[[Entry], float]]] = [
@@ -297,30 +298,45 @@ def draw(rows: Sequence[Row], file: Path) -> Path:
         (Place(what="niah", length=1024, protocol="agnostic"), "needles found, %", _found),
     ]
     shown = [(place, label, of) for place, label, of in shown if place in found]
-    entries = [entry for place, _, _ in shown for entry in found[place] if not entry.rows[0].selects]
-    families = list(dict.fromkeys(_family(entry) for entry in entries))
-    figure, axes = panels(plt, len(shown), 2, (5.4, 3.6), top=0.12 * len(families))
+    numbers: dict[str, int] = {}
+    for place, _, _ in shown:
+        for entry in filter(_smaller, found[place]):
+            numbers.setdefault(_label(entry), len(numbers))
+    figure, axes = panels(plt, len(shown), 2, (5.4, 3.9), top=0.07 * len(numbers))
     handles = {}
     for axis, (place, label, of) in zip(axes, shown):
-        for number, family in enumerate(families):
-            own = sorted((e for e in found[place] if _family(e) == family), key=lambda e: e.share)
-            x, y = [100 * e.share for e in own], [of(e) for e in own]
-            look = style(number) | {"linestyle": "-" if own and own[0].own else "--"}
-            handles[family] = axis.plot(x, y, ms=5, lw=1, **look)[0]
+        lines: dict[str, dict[int, Entry]] = {}  # of variants with as many bytes the best one
+        for entry in sorted(filter(_smaller, found[place]), key=lambda entry: float(np.mean(entry.values))):
+            lines.setdefault(_label(entry), {})[round(100 * entry.share)] = entry
+        for name, by_share in lines.items():
+            own = [entry for _, entry in sorted(by_share.items())]
+            look = style(numbers[name]) | {"linestyle": "-" if own[0].own else "--", "ms": 5, "lw": 1}
+            x, y = [100 * entry.share for entry in own], [of(entry) for entry in own]
+            handles[name] = axis.plot(x, y, **look)[0]
+        for entry in found[place]:
+            if entry.rows[0].cell.policy == table.FULL and of(entry) > 0:
+                handles["full cache"] = axis.axhline(of(entry), color="0.3", lw=1, ls=":")
         axis.set_xlabel("live bytes at 16 bits, % of the full cache's", fontsize=9)
         axis.set_ylabel(label, fontsize=9)
         axis.tick_params(labelsize=8)
         if place.what == TEXT:
             axis.set_yscale("log")
-    figure.legend(
-        list(handles.values()), list(handles), loc="outside upper center", ncol=3, fontsize=7, frameon=False
-    )
+    names = sorted(handles, key=lambda name: numbers.get(name, len(numbers)))
+    lines_of = [handles[name] for name in names]
+    figure.legend(lines_of, names, loc="outside upper center", ncol=5, fontsize=7, frameon=False)
     return saved(plt, figure, file)
 
 
-def _family(entry: Entry) -> str:
-    kinds = entry.name.partition(" [")[1:]
-    return str(entry.rows[0].policy["family"]) + "".join(kinds)
+def _smaller(entry: Entry) -> bool:
+    """Does it hold less than everything, and read what it holds?"""
+    return not entry.rows[0].selects and entry.rows[0].cell.policy != table.FULL
+
+
+def _label(entry: Entry) -> str:
+    """The parts that differ between methods: without numbers and without what protects a few tokens."""
+    kinds = "".join(entry.name.partition(" [")[1:])
+    words = re.sub(r"\([^()]*\)", "", str(entry.rows[0].policy["family"])).split(" + ")
+    return " + ".join(word for word in words if word not in ("sinks", "recent")) + kinds
 
 
 def _divergence(entry: Entry) -> float:

@@ -7,6 +7,7 @@ what the product does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ import kvjax
 from kvjax import decode
 from kvjax.models import decoder
 from kvjax.models.spec import Experts, ModelSpec, Rope
+from kvjax.sampling import sampling
+from kvjax.types import Params
 
 LLAMA = ModelSpec(
     family="llama",
@@ -77,14 +80,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def parameters(spec: ModelSpec) -> Params:
+    """Shapes of the weights, in bfloat16."""
+    shapes = decoder.shapes(spec)
+    leaf = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    return jax.tree.map(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
 def compiled(spec: ModelSpec, rows: int, policy: str = "full") -> tuple[list[tuple[str, int, str]], int, int]:
     """What a step in bfloat16 writes, the entries of the smallest weight, and those of a ring."""
-    network, chosen = decoder.Decoder(spec), kvjax.policy(policy)
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
-        decoder.shapes(spec),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    network, chosen, params = decoder.Decoder(spec), kvjax.policy(policy), parameters(spec)
     state = decode.empty(network, chosen, rows=rows, context=CONTEXT, dtype=jnp.bfloat16)
     token, active = np.zeros(rows, np.int32), np.ones(rows, bool)
     lowered = decode.step_program.lower(network, chosen, params, {}, state, token, active)
@@ -117,3 +122,31 @@ def test_a_ring_is_written_once(rows):
     lines = [line for _, size, line in arrays if size == ring]
     assert len(lines) == 2, lines
     assert all(" = bf16[" in line for line in lines)
+
+
+@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+def test_no_weight_is_prepared_before_a_loop_of_steps(drafted):
+    """Neither transposed nor in float32: the program of one step would write all weights out once more."""
+    spec = dataclasses.replace(LLAMA, tied=True)
+    policy = kvjax.policy(
+        "draft(quest(chunks=2, chunk=8, dense=0, recent=24), most=2)" if drafted else "full"
+    )
+    network, params, rows = decoder.Decoder(spec), parameters(spec), 2
+    state = decode.empty(network, policy, rows=rows, context=CONTEXT, dtype=jnp.bfloat16, page=16)
+    state = decode.reserve(policy, state, 8, 1)
+    writer = decode.DecodeRows(
+        token=jnp.zeros(rows, jnp.int32),
+        done=jnp.zeros(rows, bool),
+        left=jnp.full(rows, 8),
+        stops=jnp.full(1, -1),
+        how=sampling(rows),
+    )
+    if drafted:
+        most = (jnp.asarray(8), jnp.asarray(2))
+        lowered = decode.drafted_steps.lower(network, policy, 8, params, {}, state, writer, *most)
+    else:
+        lowered = decode.decode_steps.lower(network, policy, 8, params, {}, state, writer)
+    text = compiled_in_full(lowered).as_text()
+    sizes = {leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1}
+    assert "while(" in text
+    assert not [line for _, size, line in written(text) if size in sizes]

@@ -30,7 +30,7 @@ from kvjax.cache.ring import ENTRY
 from kvjax.cache.state import KVState
 from kvjax.decode._draft_length import DraftLength
 from kvjax.decode._loop import DecodeRows, decode_loop
-from kvjax.decode._step import layer_info, run_layers, step
+from kvjax.decode._step import layer_info, read_in_turn, run_layers, step
 from kvjax.sharding.specs import of_state
 from kvjax.types import EMPTY, Network, Params, pytree
 
@@ -156,7 +156,7 @@ def round_of(
     active = rows.active & (spare > 0)
     writer = dataclasses.replace(rows, done=~active, left=jnp.minimum(rows.left, spare))
     fed = _drafted(network, policy, params, weights, state, writer, length)
-    count = (fed >= 0).sum(axis=1)
+    count, params = (fed >= 0).sum(axis=1), read_in_turn(params, state.length)
     x, arrived = run_layers(
         network,
         policy,
@@ -222,13 +222,14 @@ def _drafted(
 
     def once(carry: tuple[Array, DecodeRows, Array, Any]) -> Any:
         i, writer, fed, blocks = carry
+        here = read_in_turn(params, i)
         at = jnp.full(state.rows, i)
         layers: Any = tuple(zip(state.layers, blocks))
         ahead = dataclasses.replace(state, length=state.length + i, layers=layers)
         x, blocks = run_layers(
             network,
             policy,
-            params,
+            here,
             weights,
             ahead,
             writer.token[:, None],
@@ -236,7 +237,7 @@ def _drafted(
             (state.length, at, writer.active),
             lambda carry: of_state(carry[1]),
         )
-        writer, token = writer.drawn(network.logits(params, x[:, 0]), state.length + i + 1)
+        writer, token = writer.drawn(network.logits(here, x[:, 0]), state.length + i + 1)
         fed = fed.at[:, i + 1].set(jnp.where(writer.active, token, EMPTY))
         return i + 1, writer, fed, blocks
 

@@ -56,6 +56,7 @@ def step(
       on_read: called with each layer's ``Read`` during tracing, e.g. to count bytes; unused fields are
         compiled away.
     """
+    params = read_in_turn(params, state.length)
     x, after = run_layers(
         network,
         policy,
@@ -150,6 +151,23 @@ def run_layers(
         x = mesh.by_row(x)
         after.append(carry)
     return x, tuple(after)
+
+
+def read_in_turn(params: Params, turn: Array) -> Params:
+    """The weights, for one turn of a loop: on a CPU nothing is made of them before the loop. Pure.
+
+    XLA would move what every turn does to a weight alone in front of the loop: it writes all matrices out
+    once more, transposed, and a bfloat16 embedding in float32. That takes longer than a few turns.
+
+    Args:
+      params: the model's.
+      turn: whatever changes from turn to turn.
+    """
+
+    def tied(params: Params, turn: Array) -> Params:
+        return jax.lax.optimization_barrier((params, turn))[0]  # type: ignore[no-any-return]
+
+    return jax.lax.platform_dependent(params, turn, cpu=tied, default=lambda params, turn: params)  # type: ignore[no-any-return]
 
 
 def layer_info(

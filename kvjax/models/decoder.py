@@ -156,23 +156,27 @@ def softcap(x: Float[Array, "... X"], limit: float | None) -> Float[Array, "... 
     return x if limit is None else limit * jnp.tanh(x / limit)
 
 
-def product(
-    axes: str, x: Float[Array, "B T X"], weight: Float[Array, "... X"] | Quantised
-) -> Float[Array, "B T ..."]:
+def product(x: Float[Array, "B T X"], weight: Float[Array, "... X"] | Quantised) -> Float[Array, "B T ..."]:
     """x times a weight, in x's dtype; sums in float32."""
     if isinstance(weight, Quantised):
         return times(x, weight).astype(x.dtype)
-    plain, in_float32 = functools.partial(jnp.einsum, axes), functools.partial(_in_float32, axes)
     if x.dtype == jnp.float32:
-        return plain(x, weight)
+        return _dot(x, weight)
     if x.shape[1] > 1:
-        return in_float32(x, weight).astype(x.dtype)
+        return _in_float32(x, weight).astype(x.dtype)
     return jax.lax.platform_dependent(
-        x, weight, cpu=lambda x, weight: in_float32(x, weight).astype(x.dtype), default=plain
+        x, weight, cpu=lambda x, weight: _in_float32(x, weight).astype(x.dtype), default=_dot
     )
 
 
-def _in_float32(axes: str, x: Float[Array, "B ... X"], weight: Float[Array, "... X"]) -> Array:
+def _dot(x: Float[Array, "B ... X"], weight: Float[Array, "... X"], dtype: Any = None) -> Array:
+    """x times a weight over its last axis, as a matrix: of three axes XLA on a CPU writes it transposed."""
+    matrix = weight.reshape(-1, weight.shape[-1])
+    y = jnp.einsum("...x,ox->...o", x, matrix, preferred_element_type=dtype)
+    return y.reshape(*x.shape[:-1], *weight.shape[:-1])
+
+
+def _in_float32(x: Float[Array, "B ... X"], weight: Float[Array, "... X"]) -> Array:
     """x [B, ..., X] times a weight with an axis X, with a float32 result.
 
     From two rows on, XLA on a CPU reads a bfloat16 weight as it lies. For one row, or for a bfloat16 result,
@@ -180,7 +184,7 @@ def _in_float32(axes: str, x: Float[Array, "B ... X"], weight: Float[Array, "...
     kernel: it reads a weight as it lies for one row of less than 4,096 inputs, and for no other. Of several
     rows and tokens it compiles the product and cannot run it, so operands are float32 there.
     """
-    plain = functools.partial(jnp.einsum, axes, preferred_element_type=jnp.float32)
+    plain = functools.partial(_dot, dtype=jnp.float32)
     several, old = x.size > x.shape[-1], jax.__version_info__ < (0, 8)
     if x.dtype == jnp.float32 or several != old:
         return plain(x, weight)
@@ -198,7 +202,7 @@ def queries(
     spec: ModelSpec, p: Params, hidden: Float[Array, "B T D"], heads: AllHeads = HERE
 ) -> Float[Array, "B T N H"]:
     """The attention input to queries before RoPE: bias, q-norm and gain where the family has them."""
-    q = product("btd,nhd->btnh", hidden, p["wq"])
+    q = product(hidden, p["wq"])
     if spec.qkv_bias:
         q = q + p["bq"]
     if spec.qk_norm:
@@ -215,8 +219,8 @@ def project(
 ) -> Heads:
     """The attention input to queries, keys and values, before and after RoPE."""
     q = queries(spec, p, hidden)
-    k = product("btd,khd->btkh", hidden, p["wk"])
-    v = product("btd,khd->btkh", hidden, p["wv"])
+    k = product(hidden, p["wk"])
+    v = product(hidden, p["wv"])
     if spec.qkv_bias:
         k, v = k + p["bk"], v + p["bv"]
     if spec.qk_norm:
@@ -269,21 +273,21 @@ def mlp(spec: ModelSpec, p: Params, x: Float[Array, "B T D"], mesh: Mesh = ONE) 
     """D to F and back, gated or not; through the experts of each token where the layer has some."""
     if "router" in p:
         assert spec.experts is not None
-        scores = _in_float32("rd,ed->re", x.reshape(-1, x.shape[-1]), p["router"])
+        scores = _in_float32(x.reshape(-1, x.shape[-1]), p["router"])
         if spec.linear_bias:
             scores = scores + p["router_bias"].astype(jnp.float32)
         choice = route(spec.experts, scores.reshape(*x.shape[:2], -1))
         return through_experts(spec, p, x, choice, mesh)
-    up = product("btd,fd->btf", x, p["w_up"])
+    up = product(x, p["w_up"])
     if spec.linear_bias:
         up = up + p["b_up"]
     if spec.mlp == "gelu":
         inner = jax.nn.gelu(up, approximate=True)
     else:
-        gate = product("btd,fd->btf", x, p["w_gate"])
+        gate = product(x, p["w_gate"])
         # In float32, rounded once: XLA on CPU turns bfloat16 into float32 and back around every operation.
         inner = gated(spec.mlp, gate.astype(jnp.float32), up.astype(jnp.float32)).astype(x.dtype)
-    down = product("btf,df->btd", inner, p["w_down"])
+    down = product(inner, p["w_down"])
     return down + p["b_down"] if spec.linear_bias else down
 
 
@@ -303,7 +307,7 @@ def layer(
     mixed, carry = attend(index, heads, carry)
     # Flat: contracted over two axes, XLA on CPU transposes all of wo in every decode step.
     flat = mixed.astype(x.dtype).reshape(*mixed.shape[:2], -1)
-    y = product("btm,dm->btd", flat, p["wo"].reshape(spec.model_dim, -1))
+    y = product(flat, p["wo"].reshape(spec.model_dim, -1))
     if spec.linear_bias:
         y = y + p["bo"]
     x = add(spec, p, x, y, "attn_post_norm")
@@ -340,7 +344,7 @@ def logits(spec: ModelSpec, p: Params, x: Float[Array, "... D"]) -> Float[Array,
     if isinstance(head, Quantised):
         z = times(y, head)
     else:
-        z = _in_float32("rd,vd->rv", y.reshape(-1, y.shape[-1]), head)
+        z = _in_float32(y.reshape(-1, y.shape[-1]), head)
     return softcap(z.reshape(*y.shape[:-1], -1) / spec.logits_divisor, spec.final_softcap)
 
 
