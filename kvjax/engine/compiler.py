@@ -97,8 +97,8 @@ class Owned:
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """What compiles it for such arguments, of which shapes are enough; holds no array."""
         key = self._key(args, kwargs)
-        if key in self.made:
-            return Program(self.made, key, lambda: self.made[key])
+        if (made := self.made.get(key)) is not None:
+            return Program(self.made, key, lambda: made)  # put back if it is dropped meanwhile
         shapes = jax.tree.map(_shape, (args, kwargs))
         return Program(self.made, key, functools.partial(self._compile, *shapes))
 
@@ -181,6 +181,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._jobs: dict[tuple[int, Hashable], _Job] = {}  # not compiled yet, or failed; the oldest first
         self._served: collections.Counter[Hashable] = collections.Counter()  # seconds, by client
+        self._in_use = CROWDED  # share of the memory maps that is left when all programs are dropped
 
     def ready(
         self, programs: Sequence[Program], wait: float = 0.0, *, client: Hashable = "", urgent: bool = False
@@ -199,13 +200,13 @@ class Compiler:
         programs = [program for program in programs if not program.ready]
         if not programs:
             return True
+        named = {(id(program.made), program.key): program for program in programs}
+        if any(name not in self._jobs for name in named) and not self._has_maps():
+            return False
         futures = {}
-        for program in programs:
-            name = id(program.made), program.key
+        for name, program in named.items():
             job = self._jobs.get(name)
             if job is None and not program.ready:
-                if maps_taken() > CROWDED and not self._relieved():
-                    return False
                 job = self._begin(name, program, None if urgent else client)
             if job is not None:
                 futures[name] = job.future
@@ -277,9 +278,15 @@ class Compiler:
             job.begun = True
             return name, job
 
-    def _relieved(self) -> bool:
-        """Drops programs until there are maps for another; False while that cannot be."""
+    def _has_maps(self) -> bool:
+        """Drops programs until there are maps for another; False while that cannot be.
+
+        Where what is in use takes as many, it is not dropped again and again.
+        """
         before = maps_taken()
+        if before <= self._in_use:
+            self._in_use = max(before, CROWDED)
+            return True
         while maps_taken() > CROWDED:
             if self._shed(False):
                 continue
@@ -288,6 +295,7 @@ class Compiler:
             self._shed(True)
             jax.clear_caches()
             break
+        self._in_use = max(maps_taken(), CROWDED)
         self._note(
             f"compiled programs took {before:.0%} of the memory maps a process may have, and were dropped; "
             "those in use are compiled again"
