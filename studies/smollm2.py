@@ -31,6 +31,9 @@ HEAD_DIM = 64
 OWN = frozenset({"write_gate", "conf_kv", "kvp", "gvote", "phi"})
 """Parts that the five papers are about."""
 
+CODES = frozenset({"int8", "int4"})
+"""Parts that store slots in fewer bits: whatever chooses slots can have them too."""
+
 LARGER = 1.05
 """A rival may hold, or read, so many times as much: rounding does not help the papers' methods."""
 
@@ -92,6 +95,11 @@ class Entry:
         return self.reads if self.rows[0].selects else self.share
 
     @property
+    def coded(self) -> bool:
+        """Does it store slots in fewer bits?"""
+        return bool(self.rows[0].parts & CODES)
+
+    @property
     def values(self) -> list[float]:
         """Higher is better, a number a sample: minus the divergence in nats, or the score in [0, 1]."""
         return [-x if row.each.kl else x for row in self.rows for x in (row.each.kl or row.each.score)]
@@ -150,10 +158,14 @@ def _name(row: Row) -> str:
 
 
 def rival(entry: Entry, others: Sequence[Entry]) -> Entry | None:
-    """The best method of another origin at no more bytes, or reads; None where none is that small."""
+    """The best method of another origin at no more bytes, or reads, that stores slots as this one does.
+
+    None where none is that small.
+    """
 
     def fits(other: Entry) -> bool:
-        alike = other.rows[0].selects == entry.rows[0].selects and len(other.values) == len(entry.values)
+        alike = other.rows[0].selects == entry.rows[0].selects and other.coded == entry.coded
+        alike = alike and len(other.values) == len(entry.values)
         full = other.rows[0].cell.policy == table.FULL
         return alike and not other.own and not full and other.size <= entry.size * LARGER
 

@@ -72,6 +72,11 @@ def test_a_rival_is_the_best_other_method_at_no_more_bytes():
     on_text = smollm2.rival(entry(PASSAGES, "kvp + uniform(0.3)"), entries := smollm2.cells(ROWS)[PASSAGES])
     assert on_text is not None
     assert on_text.name == "window(300)"
+    coded = [asked("int4", [1, 1, 1, 1], 0.3), asked("conf_kv + uniform(0.5) + int8", [1, 1, 0, 0], 0.5)]
+    entries_coded = smollm2.cells(ROWS + coded)[NEEDLES]
+    assert smollm2.rival(own, entries_coded) == best  # which can be stored in codes as well
+    (mine,) = [x for x in entries_coded if x.name.startswith("conf_kv")]
+    assert smollm2.rival(mine, entries_coded).name == "int4"
     assert smollm2.rival(entry(PASSAGES, "snapkv + uniform(0.15)"), entries) == entry(
         PASSAGES, "snapkv + uniform(0.15)"
     )
