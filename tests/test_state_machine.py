@@ -174,6 +174,8 @@ class PagesMachine(RuleBasedStateMachine):
             if gone[at[0]]:
                 self.lists[at] = set()
         self.check("clear", clear(self.pages, gone))
+        free = np.asarray(self.pages.free[: int(self.pages.n_free)])
+        assert (np.diff(free) < 0).all()  # what is given out next is the lowest
 
     @rule()
     def resize_pool(self):

@@ -440,17 +440,14 @@ def clear(pages: Pages, gone: Bool[Array, " B"]) -> Pages:
     owned = (jnp.arange(entries) < used(pages)[..., None]) & gone[:, None, None, None]
     flat = jnp.where(owned, pages.table, pages.count).reshape(-1)
     refs = pages.refs.at[flat].add(-1, **DROP)
-    # A page that several of these rows share returns once: where it is named last.
-    at = jnp.arange(flat.size)
-    last = jnp.zeros(pages.count, jnp.int32).at[flat].max(at, **DROP)
-    named = jnp.minimum(flat, pages.count - 1)
-    back = (flat < pages.count) & (refs[named] == 0) & (last[named] == at)
-    top = pages.n_free + jnp.cumsum(back) - 1
+    # The lowest page is on top: what comes next lies together, and a read can skip the rest of the pool.
+    ids = jnp.arange(pages.count)[::-1]
+    free = refs[ids] == 0
     return dataclasses.replace(
         pages,
         table=jnp.where(gone[:, None, None, None], EMPTY, pages.table),
         length=jnp.where(gone[:, None, None], 0, pages.length),
         refs=refs,
-        free=pages.free.at[jnp.where(back, top, pages.count)].set(flat, **DROP),
-        n_free=pages.n_free + back.sum(),
+        free=pages.free.at[jnp.where(free, jnp.cumsum(free) - 1, pages.count)].set(ids, **DROP),
+        n_free=jnp.full_like(pages.n_free, free.sum()),
     )

@@ -10,8 +10,8 @@ answers with a partial of its own, and the partials of a KV head's pages are sum
 
 A float pool is one product in place: cutting it into chunks copies it (all pages owned: a tenth slower in
 float32, a third in bfloat16; a gain of a tenth with 90 of 160 owned). A large one of which less than half of
-the chunks has an owner is read by chunks, too: one text in a fresh batch of sixteen rows (pages of one that
-was full before lie in all chunks).
+the chunks has an owner is read by chunks, too: one text in a batch of sixteen rows, as free pages are given
+out from the lowest on.
 A pool of codes is read in chunks of pages, which become float while they are in a core's own cache, and
 chunks that no KV head owns are skipped: the pool is never converted as a whole.
 """
