@@ -28,8 +28,8 @@ from kvjax.eval.report.plotting import panels, pyplot, saved, style
 HEAD_DIM = 64
 """Of SmolLM2-135M."""
 
-OWN = frozenset({"write_gate", "conf_kv", "kvp", "gvote", "phi"})
-"""Parts that the five papers are about."""
+OWN = frozenset({"write_gate", "conf_kv", "kvp", "gvote", "phi", "kvp_oracle"})
+"""Parts that the five papers are about, and the oracle, which is nobody's rival."""
 
 CODES = frozenset({"int8", "int4"})
 """Parts that store slots in fewer bits: whatever chooses slots can have them too."""
@@ -82,7 +82,7 @@ class Entry:
     @property
     def share(self) -> float:
         """Live bytes when the answer begins, over the full cache's."""
-        return float(np.mean([front.share(row, HEAD_DIM) for row in self.rows]))
+        return float(np.mean([front.share(_readable(row), HEAD_DIM) for row in self.rows]))
 
     @property
     def reads(self) -> float:
@@ -149,6 +149,12 @@ def cells(rows: Sequence[Row]) -> dict[Place, list[Entry]]:
             Entry(name=name, rows=tuple(own[task] for task in tasks)) for name, own in whole.items()
         ]
     return {place: own for place, own in found.items() if len(own) > 1}
+
+
+def _readable(row: Row) -> Row:
+    """The row under a policy that can be built: the oracle is none, and keeps what a budget alone would."""
+    policy = row.cell.policy.removeprefix("kvp_oracle + ")
+    return dataclasses.replace(row, cell=dataclasses.replace(row.cell, policy=policy))
 
 
 def _name(row: Row) -> str:
