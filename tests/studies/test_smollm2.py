@@ -12,6 +12,7 @@ import pytest
 from kvjax.eval.measure.row import Row, as_json
 from kvjax.eval.measure.store import ABOUT, RESULTS, SCHEMA, read
 from kvjax.eval.report import plotting
+from kvjax.weights import _auto
 from studies import smollm2
 from studies.smollm2 import TEXT, Place
 from tests import eval_rows
@@ -126,6 +127,14 @@ def test_the_command_prints_tables_and_writes_what_auto_reads(tmp_path, capsys):
     assert [point["policy"] for point in front] == ["snapkv + uniform(0.15)", "keydiff + uniform(0.3)"]
     assert np.isfinite([point["low"] for point in front]).all()
     assert (tmp_path / "bytes.png").exists() == plotting.available()
+
+
+def test_auto_rests_on_the_stored_rows():
+    """What the wheel holds is what ``--front`` writes of results/smollm2/eval."""
+    folder = pathlib.Path(__file__).parents[2] / "results" / "smollm2" / "eval"
+    facts = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    shipped = (_auto.SHIPPED[0] / _auto.FRONT).read_text(encoding="utf-8")
+    assert shipped == smollm2.as_json(read(folder), facts)
 
 
 def test_the_page_shows_the_stored_rows():
