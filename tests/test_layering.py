@@ -127,10 +127,14 @@ TABLE = {
     "kvjax.engine.prefix": rf"{STATE}|kvjax\.(algebra|decode|engine\.pages)",
     "kvjax.engine.contexts": r"kvjax\.(types|algebra|decode|metrics|saving|weights)"
     r"|kvjax\.engine\.(errors|pages|request|settings|ticket)",
+    "kvjax.engine.programs": rf"{STATE}|kvjax\.decode|kvjax\.engine\.(compiler|decoding)",
+    "kvjax.engine.structure": rf"{STATE}|kvjax\.(algebra|decode)"
+    r"|kvjax\.engine\.(compiler|decoding|pages|request)",
     "kvjax.engine.batch": rf"{STATE}|kvjax\.(algebra|decode|layer|metrics|sampling)"
-    r"|kvjax\.engine\.(decoding|compiler|metrics|pages|request|ticket)",
+    r"|kvjax\.engine\.(decoding|compiler|metrics|pages|programs|request|structure|ticket)",
     "kvjax.engine.memory": rf"{STATE}|kvjax\.(algebra|decode|metrics)"
-    r"|kvjax\.engine\.(decoding|batch|contexts|drafted|errors|guided|pages|prefix|request|settings|ticket)",
+    r"|kvjax\.engine\.(decoding|batch|contexts|drafted|errors|guided|pages|prefix|programs|request|settings)"
+    r"|kvjax\.engine\.(structure|ticket)",
     "kvjax.grammar": r"kvjax\.(engine|text)",
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",

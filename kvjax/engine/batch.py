@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,32 +15,26 @@ from kvjax import decode, metrics
 from kvjax.algebra import Policy
 from kvjax.cache import pool
 from kvjax.cache import rows as row_ops
-from kvjax.cache import state as states
 from kvjax.cache.state import KVState, PoolOverflowError
 from kvjax.engine import pages as paging
-from kvjax.engine.compiler import Owned, Program
+from kvjax.engine.compiler import Program
 from kvjax.engine.decoding import (
     BatchInputs,
     SampledTokens,
     Snapshot,
-    decode_steps,
-    drafted_steps,
-    first_token,
-    guided_draw,
-    guided_step,
     nothing_held,
-    piece,
-    prompt_log_probabilities,
     snapshot,
 )
 from kvjax.engine.metrics import BatchMetrics, live, usages
 from kvjax.engine.pages import Shorter, StoredState
-from kvjax.engine.request import MOST_BIASES, MOST_STOPS, KVUsage, LearnedWeights
+from kvjax.engine.programs import SizedPrograms
+from kvjax.engine.request import MOST_BIASES, MOST_STOPS, KVUsage
+from kvjax.engine.structure import Structure
 from kvjax.engine.ticket import EngineRequest
 from kvjax.layer import stack_policies
 from kvjax.sampling import Sampling, no_shaping
 from kvjax.sharding.mesh import ONE
-from kvjax.types import EMPTY, Weighted
+from kvjax.types import EMPTY
 
 _greedy: dict[str, Any] = {"temperature": np.zeros(1, np.float32), "top_k": np.zeros(1, np.int32)}
 _greedy |= {"top_p": np.ones(1, np.float32), "key": np.zeros((1, 2), np.uint32)}
@@ -58,116 +51,6 @@ class BatchRow:
     reserved: list[int]  # pages of each pool (of a layer, the fullest) that it may own, shared ones included
     begins: Sequence[StoredState | Shorter]  # stored states that it begins with, or left while it was read
     family: int  # rows that share pages have the same
-
-
-READS = 64
-"""Most policies whose prompts one structure remembers, and programs of each function that reads them."""
-
-
-class CommonPrograms:
-    """What rows of every structure run, compiled; a few sizes for the whole engine."""
-
-    def __init__(self, ahead: bool) -> None:
-        own = functools.partial(Owned, ahead=ahead)
-        self.embed = own(decode.embed, static=("network", "mesh"), most=32)
-        self.after = own(decode.after_chunk, static=("mesh",), donate=("length", "last"), most=32)
-        self.after_rows = own(decode.after_rows, most=32)
-        self.first = own(first_token)
-        self.ranks = own(prompt_log_probabilities, static=("network",))
-        self.piece = own(piece, static=("width",))
-
-
-class SizedPrograms:
-    """What a batch runs while its pools have one size, compiled."""
-
-    def __init__(self, ahead: bool) -> None:
-        own = functools.partial(Owned, ahead=ahead)
-        self.steps = own(decode_steps, static=("network", "steps"), donate=("state",))
-        self.drafted = own(drafted_steps, static=("network", "steps"), donate=("state",))
-        self.guided_step = own(guided_step, static=("network",), donate=("state",))
-        self.insert = own(row_ops.on_devices(row_ops.insert), static=("mesh",), donate=("cache",))
-        self.release = own(row_ops.on_devices(row_ops.release), static=("mesh",), donate=("cache",))
-        self.cut = own(row_ops.on_devices(row_ops.cut), static=("mesh", "sizes"))
-
-
-class Structure:
-    """A policy structure with its learned weights: the shapes of its rows, and what is compiled for them.
-
-    Its batch and the prompts that are read for it share it; the programs leave with it. Policies that cut the
-    prompt and then rest differ in what reads a prompt alone: one structure serves them all.
-
-    Attributes:
-      name: of the structure and the weights; sizes of lists come beside it.
-      first: the policy that it was made for.
-      policy: what is left of it after the prompt.
-      learned: what steps read of its learned weights.
-      row: shapes of an empty row, with a page in each pool.
-      reads: the learned weights of all that it reads prompts for, by ``EngineRequest.reading``.
-    """
-
-    def __init__(
-        self,
-        model: Weighted,
-        policy: Policy,
-        learned: LearnedWeights,
-        row: KVState,
-        page: int | None,
-        name: Hashable = (),
-    ) -> None:
-        """Makes no array and compiles nothing."""
-        self.model, self.first, self.policy = model, policy, policy.after_prompt  # in the layout of batches
-        self.name, self.learned, self.row = name, learned.after_prompt(policy), row
-        self.reads: dict[Hashable, LearnedWeights] = {}
-        self.list_shapes, self.page_bytes = paging.list_shapes(row), paging.page_bytes(row)
-        self.paged_layers = sum(bool(x.pools) for x in row.layers)
-        sizes: dict[str, Any] = {"context": row.context, "chunk": row.chunk, "page": page}
-        own = functools.partial(Owned, ahead=row.mesh == ONE)
-        read_by = functools.partial(own, most=READS)  # of several policies
-
-        def make(rows: int, counts: tuple[int, ...]) -> KVState:
-            return paging.empty(model, self.policy, rows=rows, counts=counts, **sizes)
-
-        self.make = own(make, static=("rows", "counts"))
-        self.shortened = own(paging.shortened, static=("counts",))
-        self.copied, self.resize = own(paging.copied), own(states.resize, static=("count", "mesh"))
-        self.by_layer = read_by(decode.weights_by_layer, static=("layers",))
-        self.chunk = own(decode.chunk_layer, static=("network", "kind", "mesh"), donate=("cache",))
-        self.rows = own(decode.chunk_layer_of_rows, static=("network", "kind"), donate=("caches",))
-        self.prompt = read_by(decode.prompt_layer, static=("network", "window", "ring", "mesh"))
-        self.behind = read_by(decode.prompt_layer_behind, static=("network", "window", "ring", "width"))
-        self.hold = read_by(decode.hold_layer, static=("network", "window", "mesh", "known"))
-        self.replay = read_by(decode.replay_layer, static=("network", "window", "mesh"), donate=("scores",))
-        self.rank = read_by(decode.rank_layer, static=("network", "window", "mesh"))
-        self.score = read_by(decode.score_layer, static=("network", "mesh"))
-        self.share = read_by(decode.share_slots, static=("layers", "mesh"))
-        self.cut = read_by(decode.cut_layer, static=("network", "window", "ring", "mesh"))
-        self.store = own(decode.store_layer, static=("num_layers", "pages", "mesh"))
-        self.guided_draw = own(guided_draw)
-        self.logits = own(decode.last_logits, static=("network", "mesh"))
-        self.with_row = own(row_ops.with_row, donate=("state",))
-        self.without_rows = own(row_ops.without_rows, donate=("state",))
-
-    def serves(self, name: Hashable, row: KVState) -> bool:
-        """Can rows of this name join? ``row``: the shapes of an empty one of its own."""
-        shapes = paging.list_shapes(row)
-        return (
-            name == self.name
-            and len(self.list_shapes) == len(shapes)
-            and all(
-                size == own and entries <= most
-                for (size, entries), (own, most) in zip(shapes, self.list_shapes)
-            )
-        )
-
-    def bytes_of(self, counts: Sequence[float]) -> int:
-        """Device bytes of pools of so many pages a device."""
-        return int(sum(n * size for n, size in zip(counts, self.page_bytes)) * self.paged_layers)
-
-    def forget(self) -> None:
-        """Drops what was compiled; it is compiled again when it is needed."""
-        for owned in vars(self).values():
-            if isinstance(owned, Owned):
-                owned.made.clear()
 
 
 class RunningBatch:

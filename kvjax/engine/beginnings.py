@@ -8,11 +8,11 @@ from kvjax import decode, metrics
 from kvjax.cache import pool
 from kvjax.cache.state import KVState
 from kvjax.engine import pages as paging
-from kvjax.engine.batch import Structure
 from kvjax.engine.errors import ContextMismatch, ContextNotFound
 from kvjax.engine.memory import Memory
 from kvjax.engine.pages import Shorter, StoredState
 from kvjax.engine.prefix import HeldKeys
+from kvjax.engine.structure import Structure
 from kvjax.engine.ticket import EngineRequest
 from kvjax.sharding.mesh import ONE
 

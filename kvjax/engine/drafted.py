@@ -16,9 +16,11 @@ import numpy as np
 
 from kvjax.cache.state import KVState
 from kvjax.decode import DraftLength, Tally
-from kvjax.engine.batch import RunningBatch, SizedPrograms, Structure
+from kvjax.engine.batch import RunningBatch
 from kvjax.engine.compiler import Program
 from kvjax.engine.decoding import SampledTokens
+from kvjax.engine.programs import SizedPrograms
+from kvjax.engine.structure import Structure
 
 
 class DraftedBatch(RunningBatch):

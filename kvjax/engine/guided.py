@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from kvjax.cache.state import KVState
-from kvjax.engine.batch import RunningBatch, SizedPrograms, Structure
+from kvjax.engine.batch import RunningBatch
 from kvjax.engine.compiler import Program
 from kvjax.engine.decoding import BatchInputs, SampledTokens, Snapshot
+from kvjax.engine.programs import SizedPrograms
+from kvjax.engine.structure import Structure
 
 
 def _both(

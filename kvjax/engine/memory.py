@@ -18,15 +18,17 @@ from kvjax.cache import pool
 from kvjax.cache.state import KVState
 from kvjax.decode import RequestError
 from kvjax.engine import pages as paging
-from kvjax.engine.batch import READS, CommonPrograms, RunningBatch, Structure
+from kvjax.engine.batch import RunningBatch
 from kvjax.engine.contexts import Contexts
 from kvjax.engine.decoding import Snapshot
 from kvjax.engine.drafted import DraftedBatch
 from kvjax.engine.errors import MemoryFull
 from kvjax.engine.guided import GuidedBatch
 from kvjax.engine.prefix import HeldKeys, Key, Prefix, Prefixes
+from kvjax.engine.programs import CommonPrograms
 from kvjax.engine.request import LearnedWeights, WeightCache
 from kvjax.engine.settings import EngineSettings
+from kvjax.engine.structure import READS, Structure
 from kvjax.engine.ticket import EngineRequest
 from kvjax.sharding.mesh import ONE, mesh_of
 from kvjax.types import Weighted

@@ -18,11 +18,13 @@ from kvjax import decode, metrics
 from kvjax.cache import pool
 from kvjax.cache.state import KVState
 from kvjax.engine import pages as paging
-from kvjax.engine.batch import CommonPrograms, RunningBatch, Structure
+from kvjax.engine.batch import RunningBatch
 from kvjax.engine.compiler import Owned, Program
 from kvjax.engine.contexts import HeldContext
 from kvjax.engine.pages import Shorter, StoredState
 from kvjax.engine.prefix import HeldKeys
+from kvjax.engine.programs import CommonPrograms
+from kvjax.engine.structure import Structure
 from kvjax.engine.ticket import EngineRequest
 from kvjax.sharding.mesh import ONE
 
