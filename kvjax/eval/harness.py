@@ -7,14 +7,24 @@ is ``lm_eval`` with one more model. From Python, pass ``KVJax(policy=...)`` to
 ``lm_eval.simple_evaluate(model=...)``; then a policy may contain commas. The harness gives a prompt as one
 text, question included, so policies that score prompts see the question (``compress_at prompt``). Decoding is
 greedy.
+
+RULER at any length of the model, by the harness's own generators and scores (its texts come from the hub, and
+it needs ``pip install 'lm_eval[ruler]' transformers``); LongBench is ``--tasks longbench``:
+
+python -m kvjax.eval.harness --model kvjax --tasks ruler \\
+    --model_args "pretrained=Qwen/Qwen3-8B,policy=snapkv + ada(0.25)" \\
+    --metadata '{"max_seq_lengths": [4096, 32768, 131072]}' --use_cache qwen3-8b-snapkv
+
+With ``--use_cache`` every batch is kept as it comes, and the same command goes on where it was stopped. The
+harness files answers by the question alone: name another file for another model or policy.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +40,8 @@ try:
     from lm_eval.api.registry import register_model
 except ModuleNotFoundError as error:
     raise ImportError("kvjax.eval.harness needs lm_eval. Run: pip install 'kvjax[eval]'") from error
+
+A = TypeVar("A")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,8 +129,11 @@ class KVJax(LM):
             cut = min(max(1, len(self.model.text.encode(context))), len(whole) - 1)
             prompt, target = self._shortened(whole[:cut], whole[cut:])
             wanted.append(Request(prompt=prompt, target=target, forced=True))
-        results = self._all(wanted, "loglikelihood", disable_tqdm)
-        return [(-float(nll.sum()), best == one.target) for (nll, best), one in zip(results, wanted)]
+
+        def answer(index: int, nll: np.ndarray, best: list[int]) -> tuple[float, bool]:
+            return -float(nll.sum()), best == wanted[index].target
+
+        return self._kept(requests, wanted, "loglikelihood", answer, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each whole text, in windows of ``max_length``, the cache managed all along."""
@@ -131,8 +146,8 @@ class KVJax(LM):
                 wanted.append(Request(prompt=ids[start : start + 1], target=target, forced=True))
                 owner.append(index)
         totals = np.zeros(len(requests))
-        for (nll, _), index in zip(self._all(wanted, "loglikelihood_rolling", disable_tqdm), owner):
-            totals[index] -= float(nll.sum())
+        for at, nll, _ in self._all(wanted, "loglikelihood_rolling", disable_tqdm):
+            totals[owner[at]] -= float(nll.sum())
         return totals.tolist()
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -151,10 +166,26 @@ class KVJax(LM):
             target = [0] * min(most, self.max_length // 2)
             prompt, _ = self._shortened(self.model.text.encode(context), target)
             wanted.append(Request(prompt=prompt, target=target, forced=False))
-        results = self._all(wanted, "generate_until", disable_tqdm)
-        return [
-            self._text(best, request.args[1].get("until")) for (_, best), request in zip(results, requests)
-        ]
+
+        def answer(index: int, nll: np.ndarray, best: list[int]) -> str:
+            return self._text(best, requests[index].args[1].get("until"))
+
+        return self._kept(requests, wanted, "generate_until", answer, disable_tqdm)
+
+    def _kept(
+        self,
+        asked: list[Any],
+        wanted: list[Request],
+        what: str,
+        answer: Callable[[int, np.ndarray, list[int]], A],
+        quiet: bool,
+    ) -> list[A]:
+        """The answers in order, each given to the harness's cache as soon as its batch is done."""
+        answers: dict[int, A] = {}
+        for index, nll, best in self._all(wanted, what, quiet):
+            answers[index] = answer(index, nll, best)
+            self.cache_hook.add_partial(what, asked[index].args, answers[index])
+        return [answers[index] for index in range(len(wanted))]
 
     def _text(self, best: list[int], until: str | Sequence[str] | None) -> str:
         end = next((i for i, token in enumerate(best) if token in self.model.spec.eos), len(best))
@@ -170,20 +201,21 @@ class KVJax(LM):
             return prompt[:1], target[: self.max_length - 1]
         return (prompt[:1] + prompt[len(prompt) - space + 1 :] if len(prompt) > space else prompt), target
 
-    def _all(self, requests: list[Request], what: str, quiet: bool) -> list[tuple[np.ndarray, list[int]]]:
-        """(nll, best) of every request, in order; batches are of like lengths."""
+    def _all(
+        self, requests: list[Request], what: str, quiet: bool
+    ) -> Iterator[tuple[int, np.ndarray, list[int]]]:
+        """(index, nll, best) of every request, batch by batch; batches are of like lengths."""
         from tqdm import tqdm
 
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), len(requests[i].target)))
         alone = sum(len(one.prompt) == 1 for one in requests)  # nothing to read before the first step
         starts = [*range(0, alone, self.batch), *range(alone, len(order), self.batch), len(order)]
-        results: dict[int, tuple[np.ndarray, list[int]]] = {}
         with tqdm(total=len(requests), desc=what, disable=quiet, file=sys.stderr) as bar:
             for first, end in zip(starts, starts[1:]):
                 part = order[first : min(end, alone) if first < alone else end]
-                results |= dict(zip(part, self._batch([requests[i] for i in part])))
+                for index, (nll, best) in zip(part, self._batch([requests[i] for i in part])):
+                    yield index, nll, best
                 bar.update(len(part))
-        return [results[i] for i in range(len(requests))]
 
     def _batch(self, requests: list[Request]) -> list[tuple[np.ndarray, list[int]]]:
         """One batch, filled up with copies of its first request so that all batches share programs."""

@@ -90,6 +90,29 @@ def test_generation_stops_where_it_is_told_to(harness):
     assert cut == text.split(middle)[0]
 
 
+def test_a_run_that_was_stopped_asks_for_what_is_missing(harness, tmp_path, monkeypatch):
+    from lm_eval.api.model import CachingLM
+
+    prompts = [
+        asked(f"{word} upon a time", {"until": [], "max_gen_toks": 4}) for word in ("Once", "Then", "Now")
+    ]
+    whole = harness.generate_until(prompts, disable_tqdm=True)
+    run, batches = harness._batch, []
+
+    def counted(part):
+        batches.append(len(part))
+        if len(batches) == 2:
+            raise KeyboardInterrupt
+        return run(part)
+
+    monkeypatch.setattr(harness, "_batch", counted)
+    with pytest.raises(KeyboardInterrupt):
+        CachingLM(harness, str(tmp_path / "answers.db")).generate_until(prompts)
+    again = CachingLM(harness, str(tmp_path / "answers.db"))
+    assert again.generate_until(prompts) == whole
+    assert batches == [2, 1, 1]  # two were kept
+
+
 def test_a_local_task_runs_by_name(harness, tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     from lm_eval.tasks import TaskManager
