@@ -178,26 +178,26 @@ def _curve(own: Sequence[front.Point], points: Sequence[front.Point]) -> str:
 
 def svg(own: Sequence[front.Point], points: Sequence[front.Point]) -> str:
     """Score, 0 to 100, over bytes, 0 to 100 %; the text of a point is its policy."""
-    wide, high, left, low = 520, 260, 44, 34
+    wide, high = 520, 260
+    left, right, top, bottom = 44, wide - 14, 8, high - 34
 
-    def at(p: front.Point) -> tuple[float, float]:
-        return left + p.share * (wide - left - 8), (high - low) - p.score / 100 * (high - low - 8)
+    def at(share: float, score: float) -> tuple[float, float]:
+        return left + share / 100 * (right - left), bottom - score / 100 * (bottom - top)
 
     def dot(p: front.Point, size: float, of: str) -> str:
-        x, y = at(p)
+        x, y = at(100 * p.share, p.score)
         said = html.escape(f"{p.name}: {100 * p.share:.1f} % of the bytes, {p.score:.1f} %")
         return f'<circle class="{of}" cx="{x:.1f}" cy="{y:.1f}" r="{size}"><title>{said}</title></circle>'
 
     ticks = []
-    for share in range(0, 101, 25):
-        x = left + share / 100 * (wide - left - 8)
-        y = (high - low) - share / 100 * (high - low - 8)
-        ticks.append(f'<text x="{x:.0f}" y="{high - low + 14}" text-anchor="middle">{share}</text>')
-        ticks.append(f'<text x="{left - 6}" y="{y + 4:.0f}" text-anchor="end">{share}</text>')
-        ticks.append(f'<line x1="{left}" x2="{wide - 8}" y1="{y:.0f}" y2="{y:.0f}"/>')
+    for number in range(0, 101, 25):
+        x, y = at(number, number)
+        ticks.append(f'<text x="{x:.0f}" y="{bottom + 14}" text-anchor="middle">{number}</text>')
+        ticks.append(f'<text x="{left - 6}" y="{y + 4:.0f}" text-anchor="end">{number}</text>')
+        ticks.append(f'<line x1="{left}" x2="{right}" y1="{y:.0f}" y2="{y:.0f}"/>')
     titles = (
         f'<text x="{wide / 2}" y="{high - 4}" text-anchor="middle">live bytes, % of the full cache\'s</text>'
-        f'<text transform="translate(11,{(high - low) / 2}) rotate(-90)" text-anchor="middle">score, %</text>'
+        f'<text transform="translate(11,{bottom / 2}) rotate(-90)" text-anchor="middle">score, %</text>'
     )
     dots = [dot(p, 2.2, "other") for p in points] + [dot(p, 4, "own") for p in own]
     return (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,7 +114,15 @@ def nav(texts: dict[str, str]) -> list[dict[str, Any]]:
     tops |= {"results": "Results", "pallas_kernels": "Kernels", "kvjax": "Project", "configs": "Project"}
     for page in sorted(set(texts) - {page for part in menu.values() for page in part}):
         menu[tops.get(page.partition("/")[0], "Project")].append(page)
-    return [{title: [{_title(page, texts[page]): page} for page in part]} for title, part in menu.items()]
+    titles = {page: _title(page, text) for page, text in texts.items()}
+    often = Counter(titles.values())
+
+    def name(page: str) -> str:
+        """Its title; with its folder where others are called so, too."""
+        folder = page.rpartition("/")[0].removeprefix("results/")
+        return f"{titles[page]} ({folder})" if often[titles[page]] > 1 and folder else titles[page]
+
+    return [{title: [{name(page): page} for page in part]} for title, part in menu.items()]
 
 
 def _title(page: str, text: str) -> str:

@@ -45,6 +45,13 @@ how many rows fit, how many hours it takes and, with `--price`, what it costs; i
 `{{}}` is what stays where kvpress's ratios 0.25, 0.5, 0.75 and 0.875 are removed. `--protocol aware`
 compresses the question, too. The folder also gets `kvpress/`, the layout of kvpress's own results. Suites:
 {suites}, `longbench-TASK`.
+
+RULER at other lengths, by lm-eval's own generators and scores; it goes on where it stopped, too:
+
+    pip install -e '.[eval]' 'lm_eval[ruler]' transformers
+    python -m kvjax.eval.harness --model kvjax --tasks ruler --use_cache qwen3-8b-adakv \\
+        --model_args "pretrained=Qwen/Qwen3-8B,policy=adakv" \\
+        --metadata '{{"max_seq_lengths": [32768, 65536, 131072]}}'
 """
 
 
