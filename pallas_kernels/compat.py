@@ -8,12 +8,15 @@
 
 What 0.7.2 cannot do, by operation:
 
-* blockwise, decode_step, gated, merge, phi, vertical_slash: nothing; every body runs interpreted there.
+* blockwise, gated, merge, phi: nothing; every body runs interpreted there and compiles for a TPU with the
+  libtpu of Colab (0.0.21.1, older than jax asks for) and for an H200.
+* decode_step, ragged_decode, vertical_slash: on a TPU only where what is copied has a last axis of whole 128
+  lanes (``check_lanes``); other head dimensions and pages take ``xla``.
 * ragged_decode: ``xla`` on a CPU converts bfloat16 pools to float32 before each product (XLA's doing), so
   their read takes temporary memory and time; results are the same.
 * ``impl="mosaic_gpu"``: 0.7 has not the Mosaic GPU it is written in, 0.10 compiles it but has an interpreter
   without ``layout_cast``; what is not there raises ``Unsupported``. 0.12 has both.
-* Compiling for chips that are not here is checked with 0.10.2 and later only.
+* A TPU's compiler errors are no ``JaxRuntimeError`` (``COMPILER_ERRORS``), in any version.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.dispatch import Unsupported
+
 try:  # deprecated since 0.11, to be removed: bodies for TPU do without
     from jax.experimental.pallas import triton as plt
 except ImportError:
@@ -33,6 +38,17 @@ except ImportError:
 
 if TYPE_CHECKING:
     from jaxtyping import Array
+
+try:
+    from jax._src.pallas.mosaic.error_handling import MosaicError
+except ImportError:
+    MosaicError = jax.errors.JaxRuntimeError  # type: ignore[assignment, misc]
+
+COMPILER_ERRORS = (jax.errors.JaxRuntimeError, MosaicError, NotImplementedError)
+"""What a compiler says of a body that it cannot build."""
+
+LANES = 128
+"""Of a TPU's vector."""
 
 Axis = Literal["parallel", "arbitrary"]
 
@@ -77,9 +93,25 @@ def mosaic_gpu() -> Any:
 
 
 def in_hbm(x: Array) -> Array:
-    """x, which XLA may not bring to VMEM as a whole before a TPU body reads parts of it (0.7: it may)."""
-    constrain = getattr(pltpu, "with_memory_space_constraint", None)
-    return x if constrain is None else constrain(x, pltpu.HBM)
+    """x, which XLA may not bring to VMEM as a whole before a TPU body reads parts of it.
+
+    0.7 may: there such an operand cannot be written in place, nor the grid's size be an argument.
+    """
+    return x if jax.__version_info__ < (0, 8) else pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
+def check_lanes(op: str, *widths: int) -> None:
+    """The last axes of what a TPU body copies in parts: 0.7's compiler copies whole lanes alone.
+
+    Raises:
+      Unsupported: another width, where jax is older than 0.8.
+    """
+    for width in widths:
+        if jax.__version_info__ < (0, 8) and width % LANES:
+            raise Unsupported(
+                f"{op}(impl='mosaic_tpu'): the TPU compiler of jax {jax.__version__} copies arrays of whole "
+                f"{LANES} lanes, not of {width}. Use impl='xla' or None."
+            )
 
 
 def load(ref: Any, mask: Array, other: float = 0) -> Array:

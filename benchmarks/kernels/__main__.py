@@ -2,6 +2,7 @@
 
 python -m benchmarks kernels [--only gated] [--shape small_2k]  on this CPU, beside dense forms
 python -m benchmarks kernels --static [v5e h200 ...]            compiled for chips that are not here
+python -m benchmarks kernels --builds [v5e h200 ...]            whether the jax at hand compiles them
 python -m benchmarks kernels --device [--minutes 8]             on the GPU or TPU at hand: agreement, times
 python -m benchmarks kernels --device --tiny triton --out X     the same program on a CPU, interpreted
 python -m benchmarks kernels --table                            the tables of pallas_kernels/README.md
@@ -43,6 +44,21 @@ def _static(chips: list[str], only: str, again: bool) -> int:
     return refused
 
 
+def _builds(chips: list[str]) -> None:
+    """Whether the compilers beside this jax build the cases; recorded under its version."""
+    from pallas_kernels.measure import aot
+
+    for chip in chips or list(static.CHIPS):
+        file = dispatch.TUNED / chip / "builds.json"
+        recorded = json.loads(file.read_text()) if file.is_file() else {}
+        cases = {}
+        for name, why in static.builds(chip):
+            cases[name] = why
+            print(f"{chip:6} {name:44} {why or 'compiles'}", flush=True)
+        recorded[aot.jax.__version__] = {"wheels": aot.wheels(), "cases": cases}
+        file.write_text(json.dumps(recorded, indent=1) + "\n")
+
+
 def _device(args: argparse.Namespace) -> int:
     """Measure; returns how many operations disagree with their definition or were not checked."""
     folder = pathlib.Path(args.out) if args.out else None
@@ -62,6 +78,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--static", nargs="*", metavar="CHIP", choices=list(static.CHIPS))
+    parser.add_argument("--builds", nargs="*", metavar="CHIP", choices=list(static.CHIPS))
     parser.add_argument(
         "--only", default="", help="an operation; with --static: cases whose name begins with it"
     )
@@ -79,7 +96,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", help="with --device: where to record instead of tuned/<device>")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args(argv)
-    if args.static is None and not args.table and args.only not in ("", *ALL):
+    if args.static is None and args.builds is None and not args.table and args.only not in ("", *ALL):
         parser.error(f"--only {args.only}: no operation has that name. Use one of {', '.join(ALL)}.")
     if args.shape and not args.only:
         parser.error(f"--shape {args.shape} belongs to one operation. Name it with --only.")
@@ -91,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, bad = _parsed(argv), 0
     if args.static is not None:
         bad = _static(args.static, args.only, args.again)
+    elif args.builds is not None:
+        _builds(args.builds)
     elif args.device:
         bad = _device(args)
     elif not args.table:

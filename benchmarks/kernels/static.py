@@ -204,6 +204,22 @@ def _report_of(chip: str, name: str, folder: pathlib.Path, programs: dict[str, A
     return row
 
 
+def builds(chip: str) -> Iterator[tuple[str, str]]:
+    """Each case of a chip with what the compiler at hand has against it, "" where it builds it."""
+    from benchmarks.kernels.operations import compiled_for
+    from pallas_kernels import compat, dispatch
+    from pallas_kernels.measure import aot
+
+    place = aot.target(chip)
+    for name, case in compiled_for(chip).items():
+        try:
+            aot.compiled(place, case.run(case.impl or place.impl), *case.args, donated=case.donated)
+        except (*compat.COMPILER_ERRORS, dispatch.Unsupported) as reason:
+            yield name, f"{type(reason).__name__}: {' '.join(str(reason).split())[:300]}"
+        else:
+            yield name, ""
+
+
 def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> dict[str, Any]:
     """What compiling a program shows."""
     from benchmarks.kernels.programs import copies, launches
@@ -238,7 +254,7 @@ def main() -> None:
 
     A case that the compiler refuses is reported as an "error"; any other failure ends the process.
     """
-    from pallas_kernels.dispatch import Unsupported
+    from pallas_kernels import compat, dispatch
     from pallas_kernels.measure import aot
 
     # A program is the same at every place and line of its source.
@@ -248,7 +264,7 @@ def main() -> None:
     for name in names:
         try:
             row = _report_of(chip, name, pathlib.Path(folder), programs)
-        except (aot.jax.errors.JaxRuntimeError, Unsupported, NotImplementedError) as reason:
+        except (*compat.COMPILER_ERRORS, dispatch.Unsupported) as reason:
             row = {"error": f"{type(reason).__name__}: {' '.join(str(reason).split())[:300]}"}
         answer([name, row])
 

@@ -1,8 +1,8 @@
 """The tables of README.md, from tests and records: what was checked of every implementation, what it costs.
 
 Interpreted: the operation's tests run that implementation on an interpreter. Compiled for: chips whose
-``tuned/<chip>/static.json`` has the operation's cases without an error. Run on: devices whose
-``tuned/<device>/<op>.json`` says that it agreed there.
+``tuned/<chip>/static.json`` has the operation's cases without an error; by Colab's compilers: ``builds.json``
+likewise. Run on: devices whose ``tuned/<device>/<op>.json`` says that it agreed there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ MARKS = {
     "checked": ("<!-- table: python -m benchmarks kernels --table -->", "<!-- end of table -->"),
     "costs": ("<!-- costs: python -m benchmarks kernels --table -->", "<!-- end of costs -->"),
 }
+COLAB = "0.7.2"
+"""The jax of Colab's runtimes (November 2026)."""
+
 PACKAGE = pathlib.Path(dispatch.__file__).parent
 README = PACKAGE / "README.md"
 TESTS = PACKAGE.parent / "tests" / "kernels"
@@ -60,6 +63,20 @@ def _compiled(op: str, impl: str) -> list[str]:
     return chips
 
 
+def _built(op: str, impl: str) -> list[str]:
+    """Chips that Colab's compilers build it for; how many cases, where that is not all."""
+    prefix, chips = f"{dispatch.filed(op, impl)}/", []
+    for chip in static.CHIPS:
+        file = dispatch.TUNED / chip / "builds.json"
+        if (chip in static.GPUS) == (impl == "mosaic_tpu") or not file.is_file():
+            continue
+        known = json.loads(file.read_text())[COLAB]["cases"]
+        cases = [why for name, why in known.items() if name.startswith(prefix)]
+        if good := cases.count(""):
+            chips.append(chip if good == len(cases) else f"{chip} ({good} of {len(cases)} cases)")
+    return chips
+
+
 def _run(op: str, impl: str) -> list[str]:
     devices = []
     for file in sorted(dispatch.TUNED.glob(f"*/{dispatch.filed(op, impl)}.json")):
@@ -71,14 +88,16 @@ def _run(op: str, impl: str) -> list[str]:
 
 def checked() -> list[str]:
     """What was checked, in Markdown."""
-    rows = ["| operation | implementation | interpreted | compiled for | run on |", "|---|---|---|---|---|"]
+    rows = ["| operation | implementation | interpreted | compiled for | by Colab's compilers | run on |"]
+    rows.append("|---" * 6 + "|")
     for op in ALL:
         for impl in dispatch.IMPLS:
             if impl in ("ref", "xla"):
-                cells = ["", "", "CPU"]
+                cells = ["", "", "", "CPU"]
             elif (PACKAGE / op / f"{impl}.py").is_file():
-                cells = ["yes" if _interpreted(op, impl) else "no", ", ".join(_compiled(op, impl)), ""]
-                cells[2] = ", ".join(_run(op, impl)) or "no device yet"
+                cells = ["yes" if _interpreted(op, impl) else "no", ", ".join(_compiled(op, impl))]
+                cells.append(", ".join(_built(op, impl)) or "no")
+                cells.append(", ".join(_run(op, impl)) or "no device yet")
             else:
                 continue
             rows.append(f"| {op} | {impl} | " + " | ".join(cells) + " |")

@@ -148,7 +148,7 @@ def _clean(v: Array, k_pos: Int[Array, "1 S"]) -> Array:
     def masked() -> Array:
         return jnp.where(column(k_pos)[:, :1] >= 0, v, jnp.zeros((), v.dtype))
 
-    return jax.lax.cond(jnp.min(k_pos) < 0, masked, lambda: v)
+    return jax.lax.cond(jnp.min(k_pos.astype(jnp.float32)) < 0, masked, lambda: v)
 
 
 def _forward_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:

@@ -295,6 +295,8 @@ def decode_step(
     """See ``api.decode_step``."""
     sizes = _sizes(token, cache, lists, scale, blocks)
     x, g, h = sizes.x, sizes.g, sizes.h
+    if interpret is False:
+        compat.check_lanes("decode_step", h)
     rings = [ring.reshape(x * sizes.ring, -1, h) for ring in cache[:2]]
     pools = [*rings, *cache[2:]]
     if interpret is False:

@@ -93,6 +93,20 @@ def _assembles(chip: Target) -> None:
         raise _missing("GPUs", what) from error
 
 
+def _meet_older_libtpu() -> None:
+    """Colab's libtpu is older than its jax 0.7.2 asks for (0.0.21.1, 0.0.23).
+
+    On a device jax sees that and writes kernels in the older form; without one it has to be told. Such a
+    libtpu does not know the layouts of a topology: jaxlib is killed where it asks for them.
+    """
+    if jax.__version_info__ < (0, 8):
+        from jax._src import xla_bridge
+        from jax._src.interpreters import pxla
+
+        xla_bridge.FORCE_FORWARD_COMPAT_LOWERING_PLATFORMS.add("tpu")  # type: ignore[attr-defined]
+        pxla.is_default_layout = lambda *_: True
+
+
 @functools.cache
 def target(chip: str, topology: str | None = None) -> Target:
     """One of ``CHIPS``, or several of them.
@@ -108,6 +122,7 @@ def target(chip: str, topology: str | None = None) -> Target:
     if chip in TPUS:
         if _installed("libtpu") is None:
             raise _missing(chip, "libtpu is not installed")
+        _meet_older_libtpu()
         devices: Any = topologies.get_topology_desc(
             platform="tpu", topology_name=topology or TPUS[chip]
         ).devices

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch, tuning
+from pallas_kernels import compat, dispatch, tuning
 from pallas_kernels.measure import candidates, timing
 from pallas_kernels.measure.child import answer
 from pallas_kernels.measure.work import Check, TimedCall, agreement, work
 
-OURS = (jax.errors.JaxRuntimeError, NotImplementedError, dispatch.Unsupported)
+OURS = (*compat.COMPILER_ERRORS, dispatch.Unsupported)
 
 FASTER = 0.98
 """Blocks other than a body's own are chosen when they take at most this much of its time."""
@@ -56,13 +56,13 @@ def ensure_alive() -> None:
 def run_check(check: Check, impl: str) -> dict[str, Any]:
     """Compares a body with ``ref``, which gets the same numbers in float32.
 
-    A body besides the main one may refuse a call: the main one takes it then.
+    A body may refuse a call: the next best one takes it then.
     """
     try:
         results = jax.block_until_ready(jax.jit(check.run(impl))(*check.args))
     except OURS as error:
         ensure_alive()
-        if isinstance(error, dispatch.Unsupported) and impl not in dispatch.MAIN:
+        if isinstance(error, dispatch.Unsupported):
             return {"left_to_others": why(error)}
         return {"agrees": False, "why": why(error)}
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, check.args)

@@ -39,6 +39,6 @@ def evaluated(
     a = log_q.astype(jnp.float32) + shift + jnp.log(u)
     # -inf in log_q is the feature 0: hidden like one that holds nothing.
     see = some & ~(a <= tiles.HIDDEN)
-    zero = jnp.zeros((log_q.shape[0], values.shape[1]), jnp.float32)
-    stats = (jnp.full_like(a[:, :1], tiles.HIDDEN), jnp.zeros_like(a[:, :1]), zero)
+    rows, h = log_q.shape[0], values.shape[1]
+    stats = (jnp.full((rows, 1), tiles.HIDDEN), jnp.zeros((rows, 1)), jnp.zeros((rows, h)))
     return tiles.finish(tiles.grow(stats, a, see, lambda p: tiles.product_nn(p / u, values)))

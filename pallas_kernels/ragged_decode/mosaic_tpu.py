@@ -222,6 +222,9 @@ def ragged_decode(
 ) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
     (b, n, t, h), sizes = q.shape, _sizes(q, pools, lists, blocks, options, interpret)
+    if interpret is False:
+        pages = sizes.slots if turned(sizes) else sizes.part
+        compat.check_lanes("ragged_decode", pages, *(() if pools.scales is None else (h,)))
     ready, count = worklist.prepare(q, pools, lists, sizes), sizes.groups * t
     coded, narrow = pools.scales is not None, [_chosen(sizes, ready)] if ready.narrow else []
     inputs = [(ready.q, _by_row(sizes, h))]

@@ -244,7 +244,9 @@ def vertical_slash(
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
     """See ``api.vertical_slash``."""
     q, k, v, admit, lengths, _ = x
-    (b, n, t, _), sizes, rows = q.shape, _sizes(q, k, blocks, rule, interpret), rows_of(x)
+    (b, n, t, h), sizes, rows = q.shape, _sizes(q, k, blocks, rule, interpret), rows_of(x)
+    if interpret is False:
+        compat.check_lanes("vertical_slash", h)
     upto = admitted_upto(admit, rows.end)
     v = v if lengths is None else cleaned(v, rows.end)
     k, v = (pad_to(x, sizes.s) for x in (k, v))

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.kernels import programs, static, table
 from benchmarks.kernels.operations import cases
 from pallas_kernels import dispatch, lowering
+from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.measure import aot
 from pallas_kernels.measure.work import OPERATIONS
 
@@ -109,7 +110,12 @@ def test_xla_is_told_what_a_kernel_reads(name):
     case = cases()[name]
     for impl, place in PLACES.items():
         with lowering.for_device(*place):
-            told = list(kernels(jax.make_jaxpr(case.run(impl))(*case.args).jaxpr))
+            try:
+                told = list(kernels(jax.make_jaxpr(case.run(impl))(*case.args).jaxpr))
+            except Unsupported as reason:
+                if jax.__version_info__ < (0, 8) and "whole 128 lanes" in str(reason):
+                    continue  # ``compat.check_lanes``
+                raise
         assert sum(x.bytes_accessed for x in told) > 0.95 * case.moves
         assert sum(x.flops for x in told) > 0.95 * case.flops
         # A TPU's packing of keys for vertical_slash has none.

@@ -14,10 +14,10 @@ import benchmarks.kernels.device
 import benchmarks.kernels.on_device
 from benchmarks.kernels import rivals
 from benchmarks.kernels.operations import Rival, Target, module
-from pallas_kernels import dispatch, lowering, records, tuning
+from pallas_kernels import compat, dispatch, lowering, records, tuning
 from pallas_kernels.measure import device, on_device, timing
 from pallas_kernels.measure.candidates import CANDIDATES, TINY
-from pallas_kernels.measure.work import OPERATIONS, TimedCall, agreement, work
+from pallas_kernels.measure.work import OPERATIONS, Check, TimedCall, agreement, work
 from pallas_kernels.tuning import Blocks
 
 KINDS = {"ms", "cannot"}
@@ -41,6 +41,17 @@ def test_sixteen_bits_may_be_off_by_a_rounding():
     x = np.ones(4)
     assert agreement([x + 2.0**-8], [x], 4, "bfloat16")["agrees"]
     assert not agreement([x + 2.0**-5], [x], 4, "bfloat16")["agrees"]
+
+
+def test_a_body_that_a_compiler_refuses_is_recorded_with_the_reason():
+    def run(impl):
+        def body(x):
+            raise compat.MosaicError("no such reduction")
+
+        return body
+
+    said = on_device.run_check(Check("a", run, (np.ones(3, np.float32),), 1, "float32"), "mosaic_tpu")
+    assert said == {"agrees": False, "why": "MosaicError: no such reduction"}
 
 
 def test_a_median_is_of_one_call(monkeypatch):

@@ -128,6 +128,15 @@ def test_what_a_version_of_jax_lacks_makes_place_aloud_unless_asked_for(caplog, 
         dispatch.call("op", "mosaic_tpu", offered, lambda f: f())
 
 
+def test_an_old_compiler_is_spared_what_it_cannot_copy(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    compat.check_lanes("op", 64)
+    monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
+    compat.check_lanes("op", 256)
+    with pytest.raises(Unsupported, match=r"op\(.* whole 128 lanes, not of 64\. Use impl='xla'"):
+        compat.check_lanes("op", 128, 64)
+
+
 def test_a_jax_without_triton_says_so(monkeypatch):
     monkeypatch.setattr(compat, "plt", None)
     q = jax.numpy.ones((1, 1, 3, 24))

@@ -205,4 +205,4 @@ def test_what_it_leaves_to_others_is_no_disagreement(tmp_path, monkeypatch):
     assert "not this one" in record["checks"]["b"]["left_to_others"]
     checks.pop(0)
     assert not on_device.numerics("ragged_decode", "mosaic_gpu", True, say)
-    assert on_device.run_check(checks[0], "triton")["agrees"] is False
+    assert "agrees" not in on_device.run_check(checks[0], "triton")  # a main body may leave calls to xla, too
