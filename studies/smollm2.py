@@ -61,6 +61,11 @@ class Place:
         unseen = "" if self.what == TEXT else f", {front.PROTOCOLS[self.protocol]}"
         return f"{self.what}, {self.length:,} tokens{unseen}"
 
+    @property
+    def order(self) -> tuple[bool, str, int, str]:
+        """Its place among the tables: texts first, shorter prompts first, questions unseen first."""
+        return self.what != TEXT, self.what, self.length, self.protocol
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -131,8 +136,8 @@ def _run(words: Sequence[str]) -> None:
 def cells(rows: Sequence[Row]) -> dict[Place, list[Entry]]:
     """The policies of every cell, in the order measured. Of a policy's runs of a task the longest counts.
 
-    A policy that decides on arrival has one row for both protocols. Texts are one cell, and a policy that
-    lacks one of them is not in it.
+    A policy that decides on arrival has one row for both protocols; where nothing else was measured there is
+    no cell of questions seen. Texts are one cell, and a policy that lacks one of them is not in it.
     """
     places: dict[Place, dict[str, dict[str, Row]]] = {}
     for row in sorted(rows, key=lambda row: row.cell.samples):
@@ -142,7 +147,10 @@ def cells(rows: Sequence[Row]) -> dict[Place, list[Entry]]:
             place = Place(what=what, length=row.cell.length, protocol=protocol)
             places.setdefault(place, {}).setdefault(_name(row), {})[row.cell.task] = row
     found = {}
-    for place, by_name in places.items():
+    for place, by_name in sorted(places.items(), key=lambda item: item[0].order):
+        measured = {row.cell.protocol for own in by_name.values() for row in own.values()}
+        if place.protocol == "aware" and measured == {"either"}:
+            continue
         tasks = sorted({task for own in by_name.values() for task in own})
         whole = {name: own for name, own in by_name.items() if set(own) == set(tasks)}
         found[place] = [

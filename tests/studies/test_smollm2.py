@@ -94,6 +94,13 @@ def test_what_decides_on_arrival_counts_with_the_question_seen_and_unseen():
     assert NEEDLES not in smollm2.cells(rows)  # nothing to compare a window with there
 
 
+def test_texts_come_first_and_what_decides_on_arrival_fills_no_table_alone():
+    both = [asked("window(300)", [0, 1], 0.3, "either"), asked("write_gate", [1, 1], 0.3, "either")]
+    assert list(smollm2.cells([*both, *ROWS])) == [PASSAGES, NEEDLES]
+    aware = asked("snapkv + uniform(0.3)", [1, 1], 0.3, "aware")
+    assert list(smollm2.cells([*both, aware, *ROWS]))[-1].protocol == "aware"
+
+
 def test_tables_show_the_difference_on_the_same_samples():
     lines = smollm2.answers(smollm2.cells(ROWS)[NEEDLES]).splitlines()
     (line,) = [line for line in lines if "`kvp + uniform(0.3)`" in line.split(" | ")[0]]
