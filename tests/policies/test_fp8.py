@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -42,7 +43,9 @@ def test_codes_at_once_are_numpys_and_off_by_a_fortieth():
                 x = GAUSS[i, 0, h, at * SIZE : (at + 1) * SIZE]
                 scale = np.asarray(pages.scales[page, i])
                 np.testing.assert_array_equal(scale, 2.0 ** np.ceil(np.log2(np.abs(x).max(axis=0) / 448)))
-                right = (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+                # The compiler of jax 0.7 rounds to 16 bits first.
+                once = np.float16 if jax.__version_info__ < (0, 8) else np.float32
+                right = (x / scale).astype(once).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
                 np.testing.assert_array_equal(floats(np.asarray(stored[page])), right)
         for i, y in enumerate(contents(pages, 0, h, FP8)[1:]):
             error = np.linalg.norm(y - GAUSS[i, 0, h]) / np.linalg.norm(GAUSS[i, 0, h])
