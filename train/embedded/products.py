@@ -38,6 +38,8 @@ def rows_by_rows(a: BFloat16[Array, "*B N K"], b: BFloat16[Array, "*B M K"]) -> 
 def _dot(a: Array, b: Array, over: int) -> Array:
     many = tuple(range(a.ndim - 2))
     sides = (((a.ndim - 1,), (over,)), (many, many))
+    if jax.__version_info__ < (0, 8):  # whose CPUs lack this product for some shapes
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return jax.lax.dot_general(a, b, sides, preferred_element_type=jnp.float32)
 
 
