@@ -98,6 +98,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.static is None and args.builds is None and not args.table and args.only not in ("", *ALL):
         parser.error(f"--only {args.only}: no operation has that name. Use one of {', '.join(ALL)}.")
+    if args.builds is not None and args.only:
+        parser.error(f"--only {args.only}: --builds compiles every case. Leave --only out.")
     if args.shape and not args.only:
         parser.error(f"--shape {args.shape} belongs to one operation. Name it with --only.")
     return args

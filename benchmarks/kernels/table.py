@@ -70,7 +70,7 @@ def _built(op: str, impl: str) -> list[str]:
         file = dispatch.TUNED / chip / "builds.json"
         if (chip in static.GPUS) == (impl == "mosaic_tpu") or not file.is_file():
             continue
-        known = json.loads(file.read_text())[COLAB]["cases"]
+        known = json.loads(file.read_text()).get(COLAB, {"cases": {}})["cases"]
         cases = [why for name, why in known.items() if name.startswith(prefix)]
         if good := cases.count(""):
             chips.append(chip if good == len(cases) else f"{chip} ({good} of {len(cases)} cases)")

@@ -40,5 +40,6 @@ def evaluated(
     # -inf in log_q is the feature 0: hidden like one that holds nothing.
     see = some & ~(a <= tiles.HIDDEN)
     rows, h = log_q.shape[0], values.shape[1]
-    stats = (jnp.full((rows, 1), tiles.HIDDEN), jnp.zeros((rows, 1)), jnp.zeros((rows, h)))
+    top = jnp.full((rows, 1), tiles.HIDDEN, jnp.float32)
+    stats = top, jnp.zeros((rows, 1), jnp.float32), jnp.zeros((rows, h), jnp.float32)
     return tiles.finish(tiles.grow(stats, a, see, lambda p: tiles.product_nn(p / u, values)))
