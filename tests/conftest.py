@@ -47,16 +47,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = (
-    *("test_conformance", "test_exactness", "test_engine_methods", "test_decode"),
-    *("test_kernel_vertical_slash", "test_readme", "test_traced", "test_conf_kv"),
-    *("test_train_gates", "test_engine_texts", "test_ageing", "test_ranker"),
-    *("test_serve", "test_train_phi", "test_kernel_whole_blocks", "test_random_sums"),
-    *("test_kernel_ragged_decode", "test_http_api", "test_kernel_poison", "test_kernel_ragged_bodies"),
-    *("test_calls", "test_eval_walk", "test_compose", "test_http_life"),
-    *("test_phi", "test_engine_limits", "test_bench", "test_mesh"),
-    *("test_wheel", "test_ranker_rankings", "test_import", "test_eval_run"),
-    *("test_start_many", "test_step_path", "test_kernel_device", "test_gvote"),
-    *("test_kernel_blockwise", "test_forward", "test_wg_kv"),
+    *("test_conformance", "test_engine_compiling", "test_engine_limits", "test_engine_prompts"),
+    *("test_engine_methods", "test_quantised", "test_eval_batches", "test_http_life"),
+    *("test_train_gates", "test_engine_drafts", "test_ranker_rankings", "test_causal_lm"),
+    *("test_ranker", "test_http_page", "test_gvote_families", "test_own_model"),
+    *("test_ranks_held", "test_serve", "test_kivi", "test_kvzap"),
+    *("test_mesh", "test_suite_run", "test_magicpig", "test_devices"),
+    *("test_bench", "test_engine_grammar", "test_wheel", "test_engine_texts"),
+    *("test_exactness", "test_train_phi", "test_chat_rows", "test_readme"),
+    *("test_engine_shared", "test_hf_golden", "test_kernel_vertical_slash", "test_wg_kv"),
 )
 """Files that take longest, longest first: one that begins last leaves a core with nothing to do."""
 

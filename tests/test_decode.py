@@ -12,7 +12,7 @@ import tiny
 import kvjax
 from kvjax import decode
 from kvjax.cache.state import PoolOverflowError, counts
-from kvjax.decode import RequestError, _by_layer, _prefill
+from kvjax.decode import RequestError, _by_layer, _prefill, _whole_prompt
 from kvjax.models.decoder import Decoder
 from kvjax.sampling import sampling
 from kvjax.types import EMPTY
@@ -130,7 +130,7 @@ def test_prompts_of_one_size_class_share_their_programs(policy):
     """The second prompt, of another length, must not compile anything."""
 
     def programs():
-        whole = (_prefill.prompt_layer, _prefill.store_layer)
+        whole = (_whole_prompt.prompt_layer, _whole_prompt.store_layer)
         layers = (_by_layer.chunk_layer, _by_layer.embed, _by_layer.after_chunk, _by_layer.last_logits)
         return [f._cache_size() for f in (*layers, decode.decode_steps, *whole)]
 

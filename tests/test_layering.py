@@ -103,6 +103,8 @@ TABLE = {
     "kvjax.decode._draft": rf"{STATE}|kvjax\.(algebra|layer|decode\._(draft_length|loop|step))",
     "kvjax.decode._draft_length": r"(?!)",
     "kvjax.decode._prefill": rf"{STATE}|kvjax\.(algebra|catalogue|layer|metrics|decode\._(?!generate).+)",
+    "kvjax.decode._whole_prompt": rf"{STATE}|kvjax\.(algebra|layer|metrics)"
+    r"|kvjax\.decode\._(activations|behind|by_layer|capacity|checks|replay)",
     "kvjax.decode._replay": rf"{STATE}|kvjax\.(algebra|layer|text|decode\._(capacity|checks))",
     "kvjax.decode._behind": rf"{STATE}|kvjax\.(algebra|layer)",
     "kvjax.decode._activations": rf"{STATE}|kvjax\.(algebra|layer|decode\._(by_layer|capacity|checks))",

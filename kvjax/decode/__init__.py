@@ -72,15 +72,10 @@ from kvjax.decode._generate import Generation, generate, stream
 from kvjax.decode._loop import DecodeRows, decode_loop, decode_steps
 from kvjax.decode._placement import on_mesh
 from kvjax.decode._prefill import (
-    PromptPrograms,
     cut,
     cuts_after,
     extend,
     prefill,
-    prompt_layer,
-    read_layers,
-    store_layer,
-    widths_behind,
     with_logits,
 )
 from kvjax.decode._replay import (
@@ -94,6 +89,13 @@ from kvjax.decode._replay import (
     share_slots,
 )
 from kvjax.decode._step import after_prompt, piece, run_layers, step, step_program
+from kvjax.decode._whole_prompt import (
+    PromptPrograms,
+    prompt_layer,
+    read_layers,
+    store_layer,
+    widths_behind,
+)
 
 __all__ = [
     "CHUNK",

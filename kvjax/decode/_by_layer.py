@@ -23,7 +23,7 @@ from kvjax.algebra import Policy
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.decode._step import at_layer, confidence_after, positions_after
 from kvjax.sharding.mesh import ONE, Mesh
-from kvjax.types import Heads, Network, Params
+from kvjax.types import Heads, Network, Params, Weighted
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -79,6 +79,12 @@ def weights_by_layer(policy: Policy, weights: Params, layers: int) -> list[Param
 def outer(params: Params) -> Params:
     """The model's weights outside its layers."""
     return {name: x for name, x in params.items() if name != "layers"}
+
+
+def no_output(model: Weighted, state: KVState) -> Float[Array, "B D"]:
+    """The output of rows that were fed no token."""
+    embed = model.params["embed"]
+    return state.mesh.put(np.zeros((state.rows, embed.shape[1]), embed.dtype))
 
 
 class ChunkPrograms(NamedTuple):

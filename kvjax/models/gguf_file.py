@@ -127,7 +127,7 @@ def factors(header: Header, name: str) -> list[float] | None:
 class GgufWeights:
     """The tensors of a GGUF file by the names, and in the layout, of the HF format.
 
-    What ``hf_weights`` wants of a file. Tensors are dequantised a few rows at a time, straight to ``dtype``.
+    A ``hf_files.TensorFile``. Tensors are dequantised a few rows at a time, straight to ``dtype``.
     """
 
     fits = "its metadata"

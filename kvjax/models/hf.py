@@ -30,15 +30,8 @@ from kvjax.models.hf_config import (
     stated_dtype,
     write_config,
 )
-from kvjax.models.hf_weights import (
-    OnValues,
-    TensorFile,
-    open_folder,
-    read_json,
-    read_weights,
-    stamp,
-    write_weights,
-)
+from kvjax.models.hf_files import TensorFile, open_folder, read_json, stamp
+from kvjax.models.hf_weights import OnValues, read_weights, write_weights
 from kvjax.models.quantised import refuse
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.consistency import check_consistent

@@ -61,6 +61,12 @@ class Target(NamedTuple):
         """The Pallas implementation written for it."""
         return "mosaic_tpu" if self.platform == "tpu" else "triton"
 
+    def finish(self, program: Any) -> Any:
+        """A program lowered for it, compiled."""
+        # jax 0.7 would time XLA's own Triton products on a device that is not here.
+        untimed = self.platform == "gpu" and jax.__version_info__ < (0, 8)
+        return program.compile(compiler_options={"xla_gpu_autotune_level": 0} if untimed else None)
+
 
 def _installed(name: str) -> str | None:
     try:
@@ -107,6 +113,15 @@ def _meet_older_libtpu() -> None:
         pxla.is_default_layout = lambda *_: True
 
 
+def _topology(chip: str, name: str) -> Any:
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name)
+    except jax.errors.JaxRuntimeError as error:
+        if "Invalid TPU external name" not in str(error):
+            raise
+        raise Missing(f"no compiler for {chip}: libtpu {_installed('libtpu')} is older than it") from error
+
+
 @functools.cache
 def target(chip: str, topology: str | None = None) -> Target:
     """One of ``CHIPS``, or several of them.
@@ -123,9 +138,7 @@ def target(chip: str, topology: str | None = None) -> Target:
         if _installed("libtpu") is None:
             raise _missing(chip, "libtpu is not installed")
         _meet_older_libtpu()
-        devices: Any = topologies.get_topology_desc(
-            platform="tpu", topology_name=topology or TPUS[chip]
-        ).devices
+        devices: Any = _topology(chip, topology or TPUS[chip]).devices
         cores = getattr(devices[0], "num_cores", 1) or 1
         return Target(devices, devices[0].device_kind, cores, "tpu", ("tpu",))
     known = [version for name in _PLUGINS if (version := _installed(name))]
@@ -155,4 +168,4 @@ def lowered(chip: Target, run: Callable[..., Any], *args: Any, donated: tuple[in
 
 def compiled(chip: Target, run: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()) -> Any:
     """What ``lowered`` gives, compiled."""
-    return lowered(chip, run, *args, donated=donated).compile()
+    return chip.finish(lowered(chip, run, *args, donated=donated))

@@ -15,7 +15,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from kvjax.models import decoder, hf, hf_table, hf_values, hf_weights
+from kvjax.models import decoder, hf, hf_files, hf_table, hf_values
 from kvjax.models.spec import Llama3Scaling, Rope
 
 
@@ -209,7 +209,7 @@ class Asked:
 def test_tensors_are_read_as_they_are_and_taken_over_without_a_copy(golden_folder):
     """The sharded golden in bfloat16; jax on a CPU takes over what is placed well."""
     folder = golden_folder("llama_bf16_sharded")
-    for file in hf_weights.open_folder(folder, hf.read_spec(folder)[0]):
+    for file in hf_files.open_folder(folder, hf.read_spec(folder)[0]):
         with safe_open(file.path, framework="np") as theirs:
             for name in file.names:
                 tensor = file.tensor(name)
@@ -223,7 +223,7 @@ def test_tensors_are_read_as_they_are_and_taken_over_without_a_copy(golden_folde
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_refused(golden_folder, tmp_path):
     shutil.copyfile(golden_folder("llama_tied") / "model.safetensors", tmp_path / "model.safetensors")
-    (file,) = hf_weights.open_folder(tmp_path, hf.read_spec(golden_folder("llama_tied"))[0])
+    (file,) = hf_files.open_folder(tmp_path, hf.read_spec(golden_folder("llama_tied"))[0])
     os.truncate(file.path, file.header_size + 8)
     with pytest.raises(hf.ModelError, match="has become shorter"):
         file.tensor(file.names[-1])

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax import decode
 from kvjax.models import decoder, experts, hf, quantised
-from kvjax.models.hf_weights import open_folder
+from kvjax.models.hf_files import open_folder
 from kvjax.models.spec import Experts, ModelSpec
 from kvjax.weights import fingerprint
 

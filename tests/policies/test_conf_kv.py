@@ -17,7 +17,7 @@ from kvjax.budgets.uniform import Uniform
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Slots
 from kvjax.cache.state import LayerCache, fork
-from kvjax.decode import _by_layer, _prefill
+from kvjax.decode import _by_layer, _whole_prompt
 from kvjax.policies.conf_kv import ConfKV
 from kvjax.types import EMPTY, Heads
 
@@ -304,7 +304,7 @@ def test_the_embedded_model_writes_and_nothing_is_compiled_for_another_prompt(mo
         out = kvjax.generate(model, policy, [ids], max_new_tokens=20, stops=())
         assert 1 <= len(out.tokens[0]) <= 20
         assert (np.asarray(metrics.live_slots(out.state)) <= 48).all()
-        counts.append((_by_layer.step_layer._cache_size(), _prefill.prompt_layer._cache_size()))
+        counts.append((_by_layer.step_layer._cache_size(), _whole_prompt.prompt_layer._cache_size()))
     assert counts[0] == counts[1]
 
 

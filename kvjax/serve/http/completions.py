@@ -11,7 +11,8 @@ from fastapi.responses import Response
 
 from kvjax.serve.http import generation
 from kvjax.serve.http.detokenizer import TextDelta, TokenLogprobs, TokenText
-from kvjax.serve.http.schemas import EVENT_STREAM, ChatBody, ChatReply, CompletionBody, CompletionReply
+from kvjax.serve.http.replies import EVENT_STREAM, ChatReply, CompletionReply
+from kvjax.serve.http.schemas import ChatBody, CompletionBody
 from kvjax.serve.http.service import JsonRoute, service_of
 from kvjax.serve.http.streaming import respond
 from kvjax.serve.tools import Call

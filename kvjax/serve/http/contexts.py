@@ -14,7 +14,8 @@ from kvjax.engine import ContextInfo, Ticket
 from kvjax.serve.http import generation
 from kvjax.serve.http.errors import CLIENT_LEFT, ApiError, bad_request, too_late
 from kvjax.serve.http.fields import check_fields
-from kvjax.serve.http.schemas import ContextBody, ContextReply, ContextsReply, DeletedReply
+from kvjax.serve.http.replies import ContextReply, ContextsReply, DeletedReply
+from kvjax.serve.http.schemas import ContextBody
 from kvjax.serve.http.service import JsonRoute, Service, service_of
 from kvjax.serve.http.streaming import unless_client_leaves
 

@@ -15,7 +15,8 @@ from starlette.exceptions import HTTPException
 from kvjax import engine
 from kvjax.algebra import PolicyError
 from kvjax.decode import RequestError
-from kvjax.serve.http.schemas import KINDS, ErrorBody
+from kvjax.serve.http.replies import ErrorBody
+from kvjax.serve.http.schemas import KINDS
 from kvjax.weights import WeightsError
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

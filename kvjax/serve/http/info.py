@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 
 import kvjax
 from kvjax import catalogue
-from kvjax.serve.http import generation, schemas
+from kvjax.serve.http import generation, replies, schemas
 from kvjax.serve.http.errors import ApiError, bad_request
 from kvjax.serve.http.fields import check_fields
 from kvjax.serve.http.service import JsonRoute, Service, service_of
@@ -26,20 +26,20 @@ NOT_READY = {
 
 
 @router.get("/v1/models")
-async def models(request: Request) -> schemas.ModelsReply:
+async def models(request: Request) -> replies.ModelsReply:
     """Lists the served model."""
-    return schemas.ModelsReply(object="list", data=[_model(service_of(request))])
+    return replies.ModelsReply(object="list", data=[_model(service_of(request))])
 
 
 @router.get("/v1/models/{name:path}")
-async def model(request: Request, name: str) -> schemas.ModelReply:
+async def model(request: Request, name: str) -> replies.ModelReply:
     """The served model, if that is its name."""
     service_of(request).check_model(name)
     return _model(service_of(request))
 
 
-def _model(service: Service) -> schemas.ModelReply:
-    return schemas.ModelReply(
+def _model(service: Service) -> replies.ModelReply:
+    return replies.ModelReply(
         id=service.name,
         object="model",
         created=service.started,
@@ -66,37 +66,37 @@ async def policies(request: Request) -> dict[str, Any]:
 
 
 @router.get("/health")
-async def health(request: Request) -> schemas.HealthReply:
+async def health(request: Request) -> replies.HealthReply:
     """200 if requests are answered; 503 while loading or draining, and if the engine is dead."""
     service = service_of(request)
     state = service.health
     if state == "ready":
-        return schemas.HealthReply(status="ok")
+        return replies.HealthReply(status="ok")
     raise ApiError(503, NOT_READY[state], code="engine_dead" if state == "dead" else state)
 
 
 @router.get("/readyz")
-async def readyz(request: Request) -> schemas.HealthReply:
+async def readyz(request: Request) -> replies.HealthReply:
     """As ``/health``: whether to send requests here."""
     return await health(request)
 
 
 @router.get("/livez")
-async def livez(request: Request) -> schemas.HealthReply:
+async def livez(request: Request) -> replies.HealthReply:
     """200 while the process is worth keeping: also while it loads or drains; 503 if the engine is dead."""
     if service_of(request).engine.health == "dead":
         raise ApiError(503, NOT_READY["dead"], code="engine_dead")
-    return schemas.HealthReply(status="ok")
+    return replies.HealthReply(status="ok")
 
 
 @router.get("/version")
-async def version() -> schemas.VersionReply:
+async def version() -> replies.VersionReply:
     """Versions of kvjax and of jax."""
-    return schemas.VersionReply(version=kvjax.__version__, jax=jax.__version__)
+    return replies.VersionReply(version=kvjax.__version__, jax=jax.__version__)
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request, body: schemas.TokenizeBody) -> schemas.TokenizeReply:
+async def tokenize(request: Request, body: schemas.TokenizeBody) -> replies.TokenizeReply:
     """Token ids of a text or of a conversation, as the model would read them."""
     service = service_of(request)
     service.check_model(body.model)
@@ -108,14 +108,14 @@ async def tokenize(request: Request, body: schemas.TokenizeBody) -> schemas.Toke
     else:
         bos = body.add_special_tokens is not False
         ids = await asyncio.to_thread(generation.encode_text, service, body.prompt or "", bos=bos)
-    return schemas.TokenizeReply(count=len(ids), max_model_len=service.engine.context, tokens=ids)
+    return replies.TokenizeReply(count=len(ids), max_model_len=service.engine.context, tokens=ids)
 
 
 @router.post("/detokenize")
-async def detokenize(request: Request, body: schemas.DetokenizeBody) -> schemas.DetokenizeReply:
+async def detokenize(request: Request, body: schemas.DetokenizeBody) -> replies.DetokenizeReply:
     """The text of token ids, without special tokens."""
     service = service_of(request)
     service.check_model(body.model)
     check_fields(service, body)
     ids = generation.check_token_ids(service, body.tokens, "tokens")
-    return schemas.DetokenizeReply(prompt=await asyncio.to_thread(service.model.text.decode, ids))
+    return replies.DetokenizeReply(prompt=await asyncio.to_thread(service.model.text.decode, ids))
