@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import pytest
 
 import kvjax
@@ -50,6 +51,10 @@ def test_a_step_for_several_chips_of_each_generation(chip, tmp_path, capsys):
     words = f"--policy snapkv+uniform(1024) --context 4096 --rows 4 --mesh {mesh}"
     out = tmp_path / "plan.json"
     code = command.main(["--model", str(tmp_path), *words.split(), *CHIPS[chip].split(), "--out", str(out)])
+    if chip == "h200" and jax.__version_info__ < (0, 8):
+        assert code == 2
+        assert "Plan for GPUs in an environment with a newer jax." in capsys.readouterr().err
+        return
     message, plan = capsys.readouterr().out, json.loads(out.read_text())
     assert code == 0, message
     assert "fits" in message

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import jax
+
 from kvjax.cli import InputError
 from kvjax.plan import _estimate as estimate
 from kvjax.plan import _programs as programs
@@ -55,12 +57,18 @@ def target(topology: str) -> aot.Target:
     """The devices, from the compiler that knows them.
 
     Raises:
-      InputError: no compiler is installed, or it knows no such topology.
+      InputError: no compiler is installed, or it knows no such topology; GPUs, with jax 0.7.
     """
     from pallas_kernels.measure import aot  # sets what libtpu reads when it loads: not beside real chips
 
+    chip = topology.partition(":")[0]
+    if chip in aot.GPUS and jax.__version_info__ < (0, 8):
+        raise InputError(
+            f"{topology}: XLA of jax {jax.__version__} times products on the GPU that it compiles for, and "
+            "there is none. Plan for GPUs in an environment with a newer jax."
+        )
     try:
-        return aot.target(topology.partition(":")[0], topology)
+        return aot.target(chip, topology)
     except (ValueError, RuntimeError) as reason:
         raise InputError(f"{topology}: {str(reason).splitlines()[0]}") from reason
 

@@ -191,7 +191,7 @@ def prefill(case: Deployment, target: aot.Target) -> Program:
 
 def _compiled(case: Deployment, target: aot.Target, traced: Any, arguments: Any) -> Program:
     try:
-        program = target.finish(traced.lower(lowering_platforms=target.lowering))
+        program = traced.lower(lowering_platforms=target.lowering).compile()
     except jax.errors.JaxRuntimeError as reason:
         if "RESOURCE_EXHAUSTED" not in str(reason):
             raise

@@ -61,12 +61,6 @@ class Target(NamedTuple):
         """The Pallas implementation written for it."""
         return "mosaic_tpu" if self.platform == "tpu" else "triton"
 
-    def finish(self, program: Any) -> Any:
-        """A program lowered for it, compiled."""
-        # jax 0.7 would time XLA's own Triton products on a device that is not here.
-        untimed = self.platform == "gpu" and jax.__version_info__ < (0, 8)
-        return program.compile(compiler_options={"xla_gpu_autotune_level": 0} if untimed else None)
-
 
 def _installed(name: str) -> str | None:
     try:
@@ -168,4 +162,4 @@ def lowered(chip: Target, run: Callable[..., Any], *args: Any, donated: tuple[in
 
 def compiled(chip: Target, run: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()) -> Any:
     """What ``lowered`` gives, compiled."""
-    return chip.finish(lowered(chip, run, *args, donated=donated))
+    return lowered(chip, run, *args, donated=donated).compile()
