@@ -127,8 +127,10 @@ TABLE = {
     r"|kvjax\.engine\.(decoding|request|metrics|prefix)",
     "kvjax.engine.pages": rf"{STATE}|kvjax\.(algebra|decode|metrics)",
     "kvjax.engine.prefix": rf"{STATE}|kvjax\.(algebra|decode|engine\.pages)",
-    "kvjax.engine.contexts": r"kvjax\.(types|algebra|decode|metrics|saving|weights)"
-    r"|kvjax\.engine\.(errors|pages|request|settings|ticket)",
+    "kvjax.engine.contexts": r"kvjax\.(types|algebra|decode|saving|weights)"
+    r"|kvjax\.engine\.(errors|held_context|request|settings|ticket)",
+    "kvjax.engine.held_context": r"kvjax\.(types|algebra|metrics|saving|weights)"
+    r"|kvjax\.engine\.(pages|request|settings)",
     "kvjax.engine.programs": rf"{STATE}|kvjax\.decode|kvjax\.engine\.(compiler|decoding)",
     "kvjax.engine.structure": rf"{STATE}|kvjax\.(algebra|decode)"
     r"|kvjax\.engine\.(compiler|decoding|pages|request)",

@@ -56,7 +56,7 @@ A request's way from ``submit`` to its tokens; arrows cross threads:
 Why: kvjax/DESIGN.md, 16.
 """
 
-from kvjax.engine.contexts import ContextInfo, Contexts
+from kvjax.engine.contexts import Contexts
 from kvjax.engine.engine import Engine, Health
 from kvjax.engine.errors import (
     ContextExists,
@@ -69,6 +69,7 @@ from kvjax.engine.errors import (
     QueueFull,
     TooManyStructures,
 )
+from kvjax.engine.held_context import ContextInfo
 from kvjax.engine.memory import batch_bytes
 from kvjax.engine.metrics import BUCKETS, LENGTHS, BatchMetrics, Lengths, Metrics, Seconds
 from kvjax.engine.request import (

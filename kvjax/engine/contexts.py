@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
-import json
 import threading
 import time
 import urllib.parse
@@ -13,22 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 
-from kvjax import metrics, saving
+from kvjax import saving
 from kvjax.algebra import Policy
 from kvjax.decode import RequestError
 from kvjax.engine.errors import ContextExists, ContextMismatch, ContextNotFound, QueueFull
-from kvjax.engine.pages import StoredState, paged
+from kvjax.engine.held_context import ContextInfo, HeldContext, read_context
 from kvjax.engine.request import LearnedWeights, Request, WeightCache
 from kvjax.engine.settings import EngineSettings
 from kvjax.engine.ticket import Ticket
 from kvjax.types import Weighted
-from kvjax.weights import Source, WeightsError
+from kvjax.weights import Source
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    pass
 
 SUFFIX = ".kv"
 """Of the files of contexts."""
@@ -38,65 +35,6 @@ MOST_COMING = 4
 
 RETRY_AFTER = 2.0
 """Seconds after which one of them may be done."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ContextInfo:
-    """A held context.
-
-    Attributes:
-      name: of it.
-      tokens: how many it has seen.
-      policy: it was read under, in one-string form.
-      live, allocated: bytes.
-    """
-
-    name: str
-    tokens: int
-    policy: str
-    live: int
-    allocated: int
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class HeldContext(StoredState):
-    """A row that was read, and what it was read under.
-
-    Attributes:
-      used: when it was last continued, by ``time.monotonic``.
-      file: where it is saved; None while it is nowhere.
-      resting: its arrays lie in the host's memory, in NumPy; ``bytes`` of the device are then 0.
-    """
-
-    name: str
-    owner: str
-    policy: Policy  # in the layout of batches
-    learned: LearnedWeights
-    logits: Array | None  # of the next token, float32 [1, V]
-    used: float = dataclasses.field(default_factory=time.monotonic)
-    file: Path | None = None
-    resting: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        assert self.state is not None
-        size = metrics.nbytes(self.state).total
-        self.info = ContextInfo(
-            name=self.name,
-            tokens=len(self.tokens),
-            policy=repr(self.policy),
-            live=size["live"],
-            allocated=size["allocated"],
-        )
-        self.size = self.bytes  # in whichever memory
-
-    def rest(self) -> None:
-        """To the host's memory."""
-        self.state, self.bytes, self.resting = jax.device_get(self.state), 0, True
-
-    def wake(self) -> None:
-        """Back to the device."""
-        self.state, self.bytes, self.resting = jax.device_put(self.state), self.size, False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,29 +198,12 @@ class Contexts:
             for (owner, name), context in held:
                 file = folder / f"{urllib.parse.quote(f'{owner}/{name}' if owner else name, safe='')}{SUFFIX}"
                 if context.file != file:
-                    self._write(context, file)
+                    context.save(file, self._model)
                     with self._lock:
                         if self._held.get((owner, name)) is not context:  # dropped meanwhile
                             self._dropped.append(file)
                 files.append(file)
         return files
-
-    def _write(self, context: HeldContext, file: Path) -> None:
-        assert context.state is not None
-        saving.save(
-            dataclasses.replace(context.state, structure=context.policy.structure),
-            file,
-            model=self._model,
-            policy=context.policy,
-            label=context.learned.label,
-            extra={"tokens": np.asarray(context.tokens), "logits": np.asarray(context.logits)},
-            notes={
-                "name": context.name,
-                "owner": context.owner,
-                "sources": json.dumps(dict(context.learned.sources)),
-            },
-        )
-        context.file = file
 
     def load(
         self,
@@ -310,7 +231,7 @@ class Contexts:
         loaded: list[ContextInfo] = []
         for file in sorted(Path(folder).glob(f"*{SUFFIX}")):
             try:
-                context = self._read(file, weights or {})
+                context = read_context(file, self._model, self._settings, self._weights, weights or {})
                 if self.held(context.name, context.owner) is not None:
                     continue
                 if self.leaving(context).dropped:
@@ -326,49 +247,6 @@ class Contexts:
             self.keep(context)
             loaded.append(context.info)
         return loaded
-
-    def _read(self, file: Path, weights: Mapping[str, Source]) -> HeldContext:
-        saved = saving.open(file, model=self._model, most_bytes=self._settings.kv_memory)
-        name = saved.notes.get("name")
-        if name is None:
-            raise saving.StateError(
-                f"{file} holds a state, and no context that an engine saved. Put it elsewhere."
-            )
-        if saved.state.context != self._settings.context:
-            raise saving.StateError(
-                f"context {name!r} ({file}) was read in rows of {saved.state.context} tokens, here they "
-                f"have {self._settings.context}. Start the engine with that context, or delete the file."
-            )
-        learned = self._saved_weights(saved, weights)
-        if learned is None:
-            raise saving.StateError(
-                f"context {name!r} ({file}) was read with the learned weights {saved.label}, which are "
-                "neither where they were nor among those given. Start the engine with them, or delete "
-                "the file."
-            )
-        return HeldContext(
-            name=name,
-            owner=saved.notes.get("owner", ""),
-            tokens=saved.extra["tokens"],
-            policy=paged(saved.policy, self._settings.context),
-            learned=learned,
-            state=dataclasses.replace(
-                saved.state, chunk=self._settings.chunk, structure=saved.policy.after_prompt.structure
-            ),
-            logits=jax.device_put(saved.extra["logits"]),
-            file=file,
-        )
-
-    def _saved_weights(self, saved: saving.Saved, weights: Mapping[str, Source]) -> LearnedWeights | None:
-        """The weights that a saved context was read with; None where they are nowhere."""
-        names = {part.name for part in saved.policy.learned}
-        named = {name: source for name, source in weights.items() if name in names}
-        for sources in (json.loads(saved.notes.get("sources", "{}")), named, {}):
-            with contextlib.suppress(WeightsError):
-                learned = self._weights.get(saved.policy, sources)
-                if learned.label == saved.label:
-                    return learned
-        return None
 
     # --- the engine's side -----------------------------------------------------------------------
 

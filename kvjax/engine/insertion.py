@@ -12,9 +12,9 @@ from kvjax import metrics
 from kvjax.cache.state import PoolOverflowError
 from kvjax.engine import pages as paging
 from kvjax.engine.batch import RunningBatch
-from kvjax.engine.contexts import HeldContext
 from kvjax.engine.decoding import snapshot
 from kvjax.engine.errors import MemoryFull
+from kvjax.engine.held_context import HeldContext
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, usages
 from kvjax.engine.pages import Shorter, StoredState

@@ -20,7 +20,7 @@ from kvjax.cache.state import KVState
 from kvjax.engine import pages as paging
 from kvjax.engine.batch import RunningBatch
 from kvjax.engine.compiler import Owned, Program
-from kvjax.engine.contexts import HeldContext
+from kvjax.engine.held_context import HeldContext
 from kvjax.engine.pages import Shorter, StoredState
 from kvjax.engine.prefix import HeldKeys
 from kvjax.engine.programs import CommonPrograms
