@@ -6,6 +6,7 @@ import json
 
 import jax
 import pytest
+from chips import chip_or_skip
 
 import kvjax
 from kvjax.models.hf_config import read_config
@@ -13,7 +14,6 @@ from kvjax.plan import __main__ as command
 from kvjax.plan import _programs
 from kvjax.plan._deployment import Deployment
 from kvjax.sharding.mesh import mesh
-from pallas_kernels.measure import aot
 
 pytestmark = pytest.mark.aot
 
@@ -36,22 +36,17 @@ CHIPS = {"v5e": "--tpu v5e:2x2", "v6e": "--tpu v6e:2x2", "v5p": "--tpu v5p:2x2x1
 CHIPS |= {"h200": "--gpu h200:4"}
 
 
-def devices(chip: str, topology: str) -> aot.Target:
-    try:
-        return aot.target(chip, topology)
-    except aot.Missing as reason:
-        pytest.skip(str(reason))
-
-
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_step_for_several_chips_of_each_generation(chip, tmp_path, capsys):
-    devices(chip, None if chip != "h200" else "h200:4")
+    refused = chip == "h200" and jax.__version_info__ < (0, 8)
+    if not refused:
+        chip_or_skip(chip, None if chip != "h200" else "h200:4")
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
     mesh = "tensor=8" if chip == "tpu7x" else "tensor=4"  # two devices a chip
     words = f"--policy snapkv+uniform(1024) --context 4096 --rows 4 --mesh {mesh}"
     out = tmp_path / "plan.json"
     code = command.main(["--model", str(tmp_path), *words.split(), *CHIPS[chip].split(), "--out", str(out)])
-    if chip == "h200" and jax.__version_info__ < (0, 8):
+    if refused:
         assert code == 2
         assert "Plan for GPUs in an environment with a newer jax." in capsys.readouterr().err
         return
@@ -73,7 +68,7 @@ def test_a_step_for_several_chips_of_each_generation(chip, tmp_path, capsys):
 @pytest.mark.parametrize("policy", ["full", "snapkv + uniform(1024)"])
 def test_what_is_extrapolated_is_what_the_whole_depth_has(policy):
     """Arguments, results and collectives to the byte; what lies between within a tenth, and little of all."""
-    target = devices("v5e", "v5e:2x2")
+    target = chip_or_skip("v5e", "v5e:2x2")
     spec = read_config(SIZES | {"num_hidden_layers": 8}, {}, "config")
     case = Deployment(spec, kvjax.policy(policy), mesh("data=2,tensor=2", devices=target.devices), 4, 8192)
     line, whole = (_programs.step(case, target, exact=exact) for exact in (False, True))

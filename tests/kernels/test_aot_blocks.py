@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_aot_ops import target
+from chips import chip_or_skip
 
 from benchmarks.kernels import programs
 from benchmarks.kernels.operations import cases
@@ -48,15 +48,19 @@ def built(chip, op, what, blocks, impl=None):
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "impl", "what", "blocks"), EACH)
 def test_a_candidate_compiles_without_spills(op, impl, what, blocks):
-    built(target(CHIP_OF[impl]), op, what, blocks, impl)
+    built(chip_or_skip(CHIP_OF[impl], text=False), op, what, blocks, impl)
 
 
 def test_a_spill_is_seen():
     """The detector itself, and that blocks reach the compiler."""
     with pytest.raises(programs.SpillsError, match="register spilling"):
-        built(target("h200"), "blockwise", "backward", Blocks(q=64, k=128, warps=4, stages=2))
+        built(
+            chip_or_skip("h200", text=False), "blockwise", "backward", Blocks(q=64, k=128, warps=4, stages=2)
+        )
 
 
 def test_too_much_shared_memory_is_seen():
     with pytest.raises(aot.jax.errors.JaxRuntimeError, match="(?i)shared"):
-        built(target("h200"), "blockwise", "forward", Blocks(q=256, k=256, warps=8, stages=4))
+        built(
+            chip_or_skip("h200", text=False), "blockwise", "forward", Blocks(q=256, k=256, warps=8, stages=4)
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from chips import chip_or_skip
 from jax.sharding import SingleDeviceSharding
 
 import kvjax
@@ -19,7 +20,6 @@ from kvjax.cache import ring as rings
 from kvjax.cache.state import LayerCache
 from kvjax.types import Heads
 from pallas_kernels import dispatch, lowering
-from pallas_kernels.measure import aot
 
 pytestmark = pytest.mark.aot
 
@@ -52,10 +52,7 @@ def made(policy: kvjax.Policy) -> LayerCache:
 def compiled(chip: str, spec: str, steps: int = 1):
     """A step whose cache is donated, or a loop over some."""
     policy = kvjax.policy(spec)
-    try:
-        place = aot.target(chip)
-    except aot.Missing as reason:
-        pytest.skip(str(reason))
+    place = chip_or_skip(chip)
 
     def step(cache, q, k, v, length):
         x = Heads(q=q, k=k, v=v, q_pre=q, k_pre=k, hidden=q[:, :, 0])

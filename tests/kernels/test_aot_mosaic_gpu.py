@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_aot_ops import target
+from chips import chip_or_skip
 
 from benchmarks.kernels import static
 from benchmarks.kernels.operations import compiled_for, mosaic_gpu_cases
@@ -33,7 +33,7 @@ MORE_LAUNCHES = {"mass": 2, "admitted": 2}
     "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CASES]
 )
 def test_it_compiles_in_place_in_few_launches_and_without_spills(name):
-    target("h200")
+    chip_or_skip("h200")
     ((_, report),) = static.report("h200", [name], {})
     assert "error" not in report
     assert report["impl"] == "mosaic_gpu"

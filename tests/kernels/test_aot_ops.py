@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import jax
 import pytest
+from chips import chip_or_skip
 
 from benchmarks.kernels import static
 from benchmarks.kernels.operations import cases
 from benchmarks.kernels.programs import SpillsError, compiled_without_spills, copies, launches
+from pallas_kernels import dispatch
 from pallas_kernels.measure import aot
 from pallas_kernels.measure.work import size
 
@@ -53,13 +55,6 @@ EACH = [
 ]
 
 
-def target(chip):
-    try:
-        return aot.target(chip)
-    except aot.Missing as reason:
-        pytest.skip(str(reason))
-
-
 def test_the_quick_cases_are_cases():
     assert QUICK | {name for _, name in QUICK_TOO} <= set(CASES)
     assert set(aot.CHIPS) == set(static.CHIPS)
@@ -67,9 +62,12 @@ def test_the_quick_cases_are_cases():
 
 @pytest.mark.parametrize(("chip", "name"), EACH)
 def test_it_compiles_in_place_in_little_memory_and_without_spills(chip, name):
-    case, place = CASES[name], target(chip)
+    case, place = CASES[name], chip_or_skip(chip)
     try:
         program = compiled_without_spills(place, case.run(place.impl), *case.args, donated=case.donated)
+    except dispatch.Unsupported as reason:  # rows of fewer than 128 lanes
+        assert jax.__version_info__ < (0, 8)
+        pytest.skip(str(reason))
     except SpillsError:
         # One of XLA's own kernels may (a scatter of ragged_decode's parts does), ours may not.
         ((_, report),) = static.report(chip, [name], {})
@@ -98,7 +96,7 @@ def test_it_compiles_in_place_in_little_memory_and_without_spills(chip, name):
 @pytest.mark.parametrize("chip", [pytest.param("v5e", marks=pytest.mark.slow), "h200"])
 def test_a_copy_and_too_much_memory_are_seen(chip):
     """The detectors themselves: a head dim that TPU pools cannot have in place, and a plain copy."""
-    chip = target(chip)
+    chip = chip_or_skip(chip)
     if chip.platform == "tpu":
         case = CASES["ragged_decode/bfloat16_h64"]
         program = aot.compiled(chip, case.run(chip.impl), *case.args)
@@ -110,7 +108,7 @@ def test_a_copy_and_too_much_memory_are_seen(chip):
 
 
 def test_static_costs_are_reported_and_not_computed_twice():
-    target("h200")
+    chip_or_skip("h200")
     name = "phi/odd_h64_read_float32"
     ((_, first),) = static.report("h200", [name], {})
     assert {"phi_sums", "phi_evaluate"} == set(first["kernels"])

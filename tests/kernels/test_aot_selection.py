@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from chips import chip_or_skip
 
 import kvjax
 from benchmarks.kernels.programs import copies
@@ -56,10 +57,7 @@ def made(policy: kvjax.Policy) -> tuple[LayerCache, dict[str, jax.Array], jax.Ar
 
 @pytest.mark.parametrize(("chip", "spec"), EACH)
 def test_it_compiles_and_copies_no_pool(chip, spec):
-    try:
-        place = aot.target(chip)
-    except aot.Missing as reason:
-        pytest.skip(str(reason))
+    place = chip_or_skip(chip)
     policy = kvjax.policy(spec)
 
     def read(cache, maps, q):

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chips import chip_or_skip
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.kernels.programs import copies
 from pallas_kernels import ragged_decode
-from pallas_kernels.measure import aot
 
 pytestmark = pytest.mark.aot
 
@@ -48,10 +48,7 @@ def layer(mesh):
 
 @pytest.mark.parametrize("topology", MESHES)
 def test_one_sum_a_layer_and_pools_in_place(topology):
-    try:
-        devices = aot.target("v5e", topology).devices
-    except aot.Missing as reason:
-        pytest.skip(str(reason))
+    devices = chip_or_skip("v5e", topology).devices
     data, model = MESHES[topology]
     mesh = Mesh(np.array(devices).reshape(data, model), ("data", "model"))
     rows, n, kv, h, d, slots, m = 8 * data, 32, 8, 128, 4096, 64, 64
