@@ -15,7 +15,7 @@ A request's way through these files and across threads:
         |
     event loop      streaming      takes the events from the tickets (``call_soon_threadsafe`` wakes the loop)
                     detokenizer    tokens to text, stop strings
-                    completions    the JSON of an answer or of a chunk
+                    completions    the JSON of an answer (``replies``) or of a chunk
                     streaming      sends it; cancels the tickets if the client leaves
 
 ``errors`` turns exceptions into responses on every part of the way. ``app`` puts routes and middleware
