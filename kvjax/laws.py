@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import UserError
-from kvjax.types import Heads, Network, Params, Weighted
+from kvjax.types import Heads, Network, Params, Weighted, of_layer
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -168,8 +168,10 @@ def _feed(
         memory = [(empty, empty)] * network.num_layers
     given, wrong, after = [x], [], []
     for index, (block, held) in enumerate(zip(params["layers"], memory)):
-        number = index if index in odd else network.windows.index(network.windows[index])
-        x, (held, errors) = _layer(network, number, block, x, positions, held)
+        like = network, index
+        if index not in odd:
+            like = of_layer(network, index), network.windows.index(network.windows[index])
+        x, (held, errors) = _layer(*like, block, x, positions, held)
         given.append(x)
         wrong.append(errors)
         after.append(held)
@@ -179,7 +181,7 @@ def _feed(
 def _odd_layers(network: Network, params: Params, x: Array) -> frozenset[int]:
     """Layers whose number seems to change what they compute; traced, not compiled."""
 
-    def program(number: int, block: Params) -> str:
+    def program(network: Network, number: int, block: Params) -> str:
         empty = jnp.zeros((len(x), TOKENS, network.num_kv_heads, network.head_dim), x.dtype)
         positions = jnp.zeros(x.shape[:2], jnp.int32)
         run = functools.partial(_run_layer, network, number)
@@ -188,7 +190,9 @@ def _odd_layers(network: Network, params: Params, x: Array) -> frozenset[int]:
     firsts = [network.windows.index(window) for window in network.windows]
     blocks = enumerate(params["layers"])
     return frozenset(
-        i for i, block in blocks if i != firsts[i] and program(i, block) != program(firsts[i], block)
+        i
+        for i, block in blocks
+        if i != firsts[i] and program(network, i, block) != program(of_layer(network, i), firsts[i], block)
     )
 
 

@@ -107,7 +107,7 @@ class Network(Protocol):
       num_layers, num_heads, num_kv_heads, head_dim: L, N, K, H.
       max_positions: the longest sequence that the model was trained for.
       windows: per layer, the model's own sliding window, or None; layers of one window differ in weights
-        only.
+        only, unless ``of_layer`` says otherwise.
     """
 
     def __hash__(self) -> int: ...
@@ -147,6 +147,15 @@ class Network(Protocol):
     def logits(self, params: Params, x: Array) -> Array:
         """Last layer's output [..., D] to float32 logits [..., V]."""
         ...
+
+
+def of_layer(network: Network, index: int) -> Network:
+    """The network in which a layer is as the first of its window: itself, unless it has such a method.
+
+    Programs are shared by layers of one window, and SmolLM3's differ: some turn nothing by positions.
+    """
+    own = getattr(network, "of_layer", None)
+    return network if own is None else own(index)  # type: ignore[no-any-return]
 
 
 class Weighted(Protocol):

@@ -16,7 +16,7 @@ from kvjax.decode._by_layer import embed, outer
 from kvjax.decode._capacity import bucket, padded
 from kvjax.decode._checks import Prompts, check_prompts, read_prompts
 from kvjax.sharding.mesh import ONE, Mesh, mesh_of
-from kvjax.types import EMPTY, Heads, Network, Params, Weighted
+from kvjax.types import EMPTY, Heads, Network, Params, Weighted, of_layer
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -63,7 +63,7 @@ def read_full(model: Weighted, prompts: Prompts, *, context: int | None = None) 
     total, mesh = jnp.asarray(lengths, jnp.int32), mesh_of(model.params)
     inputs, lses = [embed_prompts(network, model.params, rows, mesh)], []
     for index, block in enumerate(model.params["layers"]):
-        x, lse = _attend_layer(network, network.windows[index], block, inputs[-1], total)
+        x, lse = _attend_layer(of_layer(network, index), network.windows[index], block, inputs[-1], total)
         inputs.append(x)
         lses.append(lse)
     return PromptActivations(prompts=tuple(rows), context=context, inputs=tuple(inputs), lse=tuple(lses))

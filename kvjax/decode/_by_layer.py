@@ -23,7 +23,7 @@ from kvjax.algebra import Policy
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.decode._step import at_layer, confidence_after, positions_after
 from kvjax.sharding.mesh import ONE, Mesh
-from kvjax.types import Heads, Network, Params, Weighted
+from kvjax.types import Heads, Network, Params, Weighted, of_layer
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -120,8 +120,10 @@ def read_chunk(
     counts, caches = mesh.put(count), []
     run = programs or ChunkPrograms(embed, chunk_layer, after_chunk)
     x = run.embed(network, outer(params), state.length, tokens, mesh)
-    for call, cache in zip(calls, state.layers):  # no logits produced these tokens, so no confidence
-        x, cache = run.layer(network, *call, policy, cache, x, state.length, counts, state.total, mesh=mesh)
+    # No logits produced these tokens, so no confidence.
+    for index, (call, cache) in enumerate(zip(calls, state.layers)):
+        one = of_layer(network, index)
+        x, cache = run.layer(one, *call, policy, cache, x, state.length, counts, state.total, mesh=mesh)
         caches.append(cache)
     length, last = run.after(x, state.length, counts, last, mesh)
     return dataclasses.replace(state, layers=tuple(caches), length=length), last, x
@@ -153,11 +155,21 @@ def read_rows(
     """
     network, totals = network.at(rows[0].context), tuple(state.total for state in rows)
     x, layers = programs.embed(network, outer(params), length, tokens, ONE), []
-    for of_rows, caches in zip(zip(*calls), zip(*(state.layers for state in rows))):
+    for index, (of_rows, caches) in enumerate(zip(zip(*calls), zip(*(state.layers for state in rows)))):
         kind, block, _, number = of_rows[0]
         own = tuple(call.own for call in of_rows)
         x, caches = programs.layer(
-            network, kind, block, own, number, tuple(policies), caches, x, length, count, totals
+            of_layer(network, index),
+            kind,
+            block,
+            own,
+            number,
+            tuple(policies),
+            caches,
+            x,
+            length,
+            count,
+            totals,
         )
         layers.append(caches)
     after = programs.after(x, length, count)

@@ -17,7 +17,7 @@ from kvjax.decode._by_layer import embed, layer_calls, outer, runs_by_layer, ste
 from kvjax.decode._step import confidence_after, step
 from kvjax.sampling import Sampling, sample
 from kvjax.sharding.mesh import ONE, Mesh
-from kvjax.types import EMPTY, Network, Params, pytree
+from kvjax.types import EMPTY, Network, Params, of_layer, pytree
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -153,7 +153,16 @@ def write(
         done = rows.done
         for at, call in enumerate(calls):
             x, caches[at] = step_layer(
-                network, *call, policy, caches[at], x, length, done, state.total, confidence, mesh=mesh
+                of_layer(network, at),
+                *call,
+                policy,
+                caches[at],
+                x,
+                length,
+                done,
+                state.total,
+                confidence,
+                mesh=mesh,
             )
         x, length, confidence, rows, out, i = _between_steps(
             network, policy, rest, x, length, confidence, rows, out, i, mesh

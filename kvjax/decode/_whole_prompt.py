@@ -46,7 +46,7 @@ from kvjax.decode._replay import (
 )
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.sharding.specs import HEADS, of_state
-from kvjax.types import EMPTY, Heads, Network, Params, Weighted
+from kvjax.types import EMPTY, Heads, Network, Params, Weighted, of_layer
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, UInt
@@ -129,12 +129,12 @@ def read_layers(
         pieces = padded_pieces(prompt_pieces("read_layers", model, policy, prompts))
         layers *= 2 + len(pieces)
         for index, call in enumerate(calls):
-            window = network.windows[index]
+            one, window = of_layer(network, index), network.windows[index]
             if policy.eviction.replays:
-                out, cached = run.hold(network, window, call.block, x, total, mesh, bool(reading))
+                out, cached = run.hold(one, window, call.block, x, total, mesh, bool(reading))
             else:
                 lse = reading.lse[index] if reading else None
-                out, cached = run.rank(network, policy, window, *call[1:], x, total, draws, mesh, lse)
+                out, cached = run.rank(one, policy, window, *call[1:], x, total, draws, mesh, lse)
             x = reading.inputs[index + 1] if reading else out
             held.append(cached)
             yield (done := done + 1), layers
@@ -144,21 +144,23 @@ def read_layers(
             rows = [mesh.put(number) for number in numbers]
             for index, call in enumerate(calls):
                 k, v, scores = held[index]
-                kind = (network, policy, network.windows[index], call.block, call.number)
+                kind = (of_layer(network, index), policy, network.windows[index], call.block, call.number)
                 y, scores = run.replay(*kind, y, k, v, scores, total, *rows, mesh)
                 held[index] = (k, v, scores)
                 yield (done := done + 1), layers
     whole_layers = [index for index, window in enumerate(network.windows) if window is None]
     if policy.budget.over_layers and whole_layers:
         for index in whole_layers if policy.eviction.replays else ():
-            scores = run.score(network, policy, *calls[index][1:], x, held[index], total, draws, mesh)
+            scores = run.score(
+                of_layer(network, index), policy, *calls[index][1:], x, held[index], total, draws, mesh
+            )
             held[index] = (*held[index][:2], scores)
         every = [held[index][2] for index in whole_layers]
         shared = run.share(policy, network.num_layers, held[0][0], every, total, mesh)
         targets = [shared.pop(0) if window is None else None for window in network.windows]
     for index, (_, block, own, at) in enumerate(calls):
         cache, window = caches[index], network.windows[index]
-        where = (network, policy, window, cache.ring.window, block, own, at)
+        where = (of_layer(network, index), policy, window, cache.ring.window, block, own, at)
         if held:
             ranked, stored, stays = run.cut(*where, x, held[index], total, draws, mesh, targets[index])
             held[index] = ()

@@ -13,6 +13,7 @@ from kvjax.engine.compiler import Program
 from kvjax.engine.pages import Shorter
 from kvjax.sharding.mesh import ONE
 from kvjax.sharding.specs import ROWS
+from kvjax.types import of_layer
 
 if TYPE_CHECKING:
     from kvjax.engine.prefill import Prefill
@@ -55,7 +56,13 @@ def needed(prefill: Prefill) -> list[Program]:
         programs.append(common.after.program(x, length, total, last, mesh))  # a count is as a total
         for index, (call, cache) in enumerate(zip(layers, shapes.layers)):
             if prefill.whole:
-                where = (within, policy, network.windows[index], cache.ring.window, *call[1:])
+                where = (
+                    of_layer(within, index),
+                    policy,
+                    network.windows[index],
+                    cache.ring.window,
+                    *call[1:],
+                )
                 seeds = jax.ShapeDtypeStruct((1,), np.uint32, sharding=placed)
                 if prefill.held is not None:
                     assert prefill.held.keys is not None
@@ -67,7 +74,9 @@ def needed(prefill: Prefill) -> list[Program]:
                     programs.append(own.prompt.program(*where, x, total, seeds, mesh, None))
             else:
                 numbers = (length, length, total)
-                programs.append(own.chunk.program(within, *call, policy, cache, x, *numbers, mesh=mesh))
+                programs.append(
+                    own.chunk.program(of_layer(within, index), *call, policy, cache, x, *numbers, mesh=mesh)
+                )
         if prefill.ranked:
             part = min(width, prefill.width)
             programs.append(common.piece.program(x, np.int32(0), part))
@@ -77,11 +86,11 @@ def needed(prefill: Prefill) -> list[Program]:
 
 
 def _held_whole(
-    prefill: Prefill, network: Any, where: tuple[Any, ...], x: Any, total: Any, seeds: Any
+    prefill: Prefill, within: Any, where: tuple[Any, ...], x: Any, total: Any, seeds: Any
 ) -> list[Program]:
     """What a layer runs of a prompt that is held whole; over several devices calls find most of it."""
     own, mesh = prefill.structure, prefill.shapes.mesh
-    _, policy, window, _, block, weights, index = where
+    network, policy, window, _, block, weights, index = where
     again = policy.eviction.replays
     hold: tuple[Any, ...] = (network, window, block, x, total, mesh, False)
     if not again:
@@ -95,7 +104,7 @@ def _held_whole(
         tokens = prefill.pieces_again()[0][0]
         y = jax.ShapeDtypeStruct((*tokens.shape, dim), x.dtype)
         replay = (network, policy, window, block, index, y, *held, total, total, total, total, mesh)
-        programs.append(prefill.common.embed.program(network, rest, total, tokens, mesh))
+        programs.append(prefill.common.embed.program(within, rest, total, tokens, mesh))
         programs.append(own.replay.program(*replay))
     if policy.budget.over_layers and window is None:
         if again:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from kvjax import decode
 from kvjax.engine.compiler import Program
 from kvjax.engine.prefill import Prefill
 from kvjax.sharding.mesh import ONE
+from kvjax.types import of_layer
 
 
 class Together:
@@ -37,16 +39,17 @@ class Together:
         programs = [embed.program(within, rest, self._length, self._tokens, ONE)]  # type: ignore[attr-defined]
         policies = tuple(prefill.request.policy.after_prompt for prefill in self.prefills)
         totals = tuple(state.total for state in states)
-        seen = set[tuple[int, ...]]()
+        seen = set[tuple[Any, ...]]()
         calls = zip(*(prefill.calls() for prefill in self.prefills))
-        for of_rows, caches in zip(calls, zip(*(state.layers for state in states))):
+        for index, (of_rows, caches) in enumerate(zip(calls, zip(*(state.layers for state in states)))):
             kind, block, _, number = of_rows[0]
-            like = kind, *(pages.count for pages in caches[0].pools)
+            network = of_layer(within, index)
+            like = network, kind, *(pages.count for pages in caches[0].pools)
             if like in seen:  # the layers of this program
                 continue
             seen.add(like)
             own = tuple(call.own for call in of_rows)
-            arguments = (within, kind, block, own, number, policies, caches, x)
+            arguments = (network, kind, block, own, number, policies, caches, x)
             programs.append(layer.program(*arguments, self._length, self._count, totals))  # type: ignore[attr-defined]
         programs.append(after.program(x, self._length, self._count))  # type: ignore[attr-defined]
         return list({(id(program.made), program.key): program for program in programs}.values())

@@ -451,6 +451,13 @@ class Decoder:
     def at(self, context: int) -> Decoder:
         return dataclasses.replace(self, spec=self.spec.at(context))
 
+    def of_layer(self, index: int) -> Decoder:
+        """See ``kvjax.types.of_layer``."""
+        if not self.spec.unturned:
+            return self
+        unturned = tuple(range(self.num_layers)) if index in self.spec.unturned else ()
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, unturned=unturned))
+
     @property
     def fingerprint_axes(self) -> dict[str, tuple[int, ...]]:
         return INPUTS_FIRST
