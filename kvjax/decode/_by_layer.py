@@ -156,20 +156,10 @@ def read_rows(
     network, totals = network.at(rows[0].context), tuple(state.total for state in rows)
     x, layers = programs.embed(network, outer(params), length, tokens, ONE), []
     for index, (of_rows, caches) in enumerate(zip(zip(*calls), zip(*(state.layers for state in rows)))):
-        kind, block, _, number = of_rows[0]
+        one, (kind, block, _, number) = of_layer(network, index), of_rows[0]
         own = tuple(call.own for call in of_rows)
         x, caches = programs.layer(
-            of_layer(network, index),
-            kind,
-            block,
-            own,
-            number,
-            tuple(policies),
-            caches,
-            x,
-            length,
-            count,
-            totals,
+            one, kind, block, own, number, tuple(policies), caches, x, length, count, totals
         )
         layers.append(caches)
     after = programs.after(x, length, count)

@@ -146,23 +146,15 @@ def write(
         return decode_steps(network, policy, steps, params, weights, state, rows)
     network, rest = network.at(state.context), outer(params)
     calls, caches, mesh = layer_calls(network, policy, params, weights), list(state.layers), state.mesh
+    networks = [of_layer(network, at) for at in range(len(calls))]
     out, i = mesh.put((np.full((state.rows, steps), EMPTY, np.int32), np.int32(0)))
     length, confidence = state.length, state.confidence
     x = embed(network, rest, length, rows.token, mesh)
     for _ in range(steps):
         done = rows.done
-        for at, call in enumerate(calls):
+        for at, (one, call) in enumerate(zip(networks, calls)):
             x, caches[at] = step_layer(
-                of_layer(network, at),
-                *call,
-                policy,
-                caches[at],
-                x,
-                length,
-                done,
-                state.total,
-                confidence,
-                mesh=mesh,
+                one, *call, policy, caches[at], x, length, done, state.total, confidence, mesh=mesh
             )
         x, length, confidence, rows, out, i = _between_steps(
             network, policy, rest, x, length, confidence, rows, out, i, mesh

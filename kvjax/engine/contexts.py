@@ -9,7 +9,6 @@ import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,9 +22,6 @@ from kvjax.engine.settings import EngineSettings
 from kvjax.engine.ticket import Ticket
 from kvjax.types import Weighted
 from kvjax.weights import Source
-
-if TYPE_CHECKING:
-    pass
 
 SUFFIX = ".kv"
 """Of the files of contexts."""

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import decode, policy
+from kvjax import check, decode, policy
 from kvjax.algebra import Policy
+from kvjax.decode import _by_layer
 from kvjax.engine import Engine, Request
 from kvjax.models import decoder, hf
 from kvjax.models.spec import LongRope
@@ -64,9 +65,10 @@ def test_tokens_through_the_cache_are_those_of_transformers(name, golden_folder,
     np.testing.assert_array_equal(np.concatenate([piece for piece, _ in pieces], 1), wanted)
 
 
-def test_layers_without_rope_share_no_program_with_the_others(golden_folder, golden_data):
-    """Read whole, whole for many policies, or in the engine."""
+def test_layers_without_rope_share_no_program_with_the_others(golden_folder, golden_data, monkeypatch):
+    """Read whole, whole for many policies, decoded layer by layer as deep models are, or in the engine."""
     model, data = hf.load(golden_folder("smollm3"), dtype="float32"), golden_data("smollm3")
+    assert check(model)
     prompts = [data["batch"][row, :n].tolist() for row, n in enumerate(LENGTHS)]
     wanted = [data["batch_logits"][row, n - 1] for row, n in enumerate(LENGTHS)]
     keeps_all = policy("snapkv(4) + uniform(64)")
@@ -75,6 +77,10 @@ def test_layers_without_rope_share_no_program_with_the_others(golden_folder, gol
     _, last = decode.cut(model, keeps_all, decode.read_full(model, prompts, context=64))
     np.testing.assert_allclose(last, wanted, atol=TOLERANCE)
     greedy = data["batch_greedy"].tolist()
+    with monkeypatch.context() as deep:
+        deep.setattr(_by_layer, "DEEP", 1)
+        made = decode.generate(model, keeps_all, prompts, max_new_tokens=32, stops=())
+        assert made.tokens == greedy
     with Engine(model, context=64, max_rows=2, chunk=8, segment=4) as engine:
         for spec in ("full", "snapkv(4) + uniform(64)"):
             asked = [Request(prompt=x, max_new_tokens=32, policy=spec, ignore_eos=True) for x in prompts]
