@@ -17,6 +17,7 @@ from kvjax.cache import ring as rings
 from kvjax.cache.state import LayerCache
 from kvjax.layer._demote import codecs
 from kvjax.layer._info import LayerInfo
+from kvjax.layer._rows import row_by_row
 from kvjax.types import EMPTY, Heads, Params
 
 if TYPE_CHECKING:
@@ -58,18 +59,19 @@ def held_scores(
         q = jnp.take_along_axis(q, (asked % kept)[:, None, :, None], axis=2)
         values[name] = q.reshape(rows, heads, -1, *q.shape[2:])
         asked = jnp.broadcast_to(jnp.maximum(asked, EMPTY)[:, None], (rows, heads, kept))
-    observed = Observation(
-        pos=jnp.take_along_axis(pos, order, axis=-1),
-        total=jnp.broadcast_to(length[:, None], (rows, heads)),
-        layer=info.layer,
-        layers=info.layers,
-        values=values,
-        softcap=x.softcap,
-        rotate=x.rotate,
-        sinks=None if x.sinks is None else jnp.tile(x.sinks.reshape(1, heads, -1), (rows, 1, 1)),
-        asked=asked,
-    )
-    score = _of_each_head(info.policy.eviction.later, info.weights("eviction"), observed)
+    arrays = {
+        "pos": jnp.take_along_axis(pos, order, axis=-1),
+        "total": jnp.broadcast_to(length[:, None], (rows, heads)),
+        "values": values,
+        "sinks": None if x.sinks is None else jnp.tile(x.sinks.reshape(1, heads, -1), (rows, 1, 1)),
+        "asked": asked,
+    }
+
+    def ranked(eviction: Eviction, weights: Any, arrays: dict[str, Any]) -> Float[Array, "B K T"]:
+        where = {"layer": info.layer, "layers": info.layers, "softcap": x.softcap, "rotate": x.rotate}
+        return _of_each_head(eviction, weights, Observation(**where, **arrays))
+
+    score = row_by_row(info.policy.eviction.later, ranked, info.weights("eviction"), arrays)
     return jnp.take_along_axis(score, jnp.argsort(order, axis=-1), axis=-1)[..., :slots]
 
 

@@ -50,19 +50,27 @@ def _kind(kind: Any) -> type[Part]:
     if kind.at_layer is not Part.at_layer:
         wraps = wraps | {"at_layer": _at_layer}
     methods: dict[str, Any] = {name: wrap(getattr(kind, name)) for name, wrap in wraps.items()}
-    if isinstance(inner := getattr(kind, "drafts", None), property):
-        methods["drafts"] = _drafting(inner)
+    for name in ("drafts", "later"):
+        if isinstance(inner := getattr(kind, name, None), property):
+            methods[name] = _held(inner)
     return type(kind.__name__, (kind,), methods | {"_of_one_row": kind})
 
 
-def _drafting(inner: property) -> property:
-    """The selection that drafts, row by row like the one that names it."""
+def _held(inner: property) -> property:
+    """A part that another one holds or is, row by row like that one."""
 
-    def drafts(self: Part) -> Part:
+    def held(self: Part) -> Part:
         part: Part = inner.fget(self)  # type: ignore[misc]
-        return _by_rows(part) if part.traced else part
+        return _by_rows(part) if part is not self and part.traced else part
 
-    return property(drafts)
+    return property(held)
+
+
+def row_by_row(part: Part, run: Callable[..., Any], params: Any, *args: Any) -> Any:
+    """``run(part, params, *args)``; where rows have numbers of their own, for each with its own."""
+    return (
+        _after_weights(run)(part, params, *args) if hasattr(part, "_of_one_row") else run(part, params, *args)
+    )
 
 
 def _rows_of(part: Part, method: Callable[..., Any], *args: Any) -> Any:
