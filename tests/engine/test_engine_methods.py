@@ -53,7 +53,7 @@ ONE_PER_PLACE = (
     kvjax.policy("topk(5, sinks=2, tail=6) + phi(4)"),
     kvjax.policy("snapkv(8) + ada(0.5) + int8(16)"),
     kvjax.policy("snapkv(8) + uniform(24, every(4))"),
-    kvjax.policy("snapkv(8) + then(knorm) + uniform(24, every(4))"),
+    kvjax.policy("snapkv(8) + then(r_kv(0.3, window=4, kernel=3)) + uniform(24, every(4))"),
     kvjax.policy("expected_attention(16) + critical + ada(0.5)"),
     kvjax.policy("kvzip(20, sinks=2, output=True, instruction=(5, 7)) + overall(0.5)"),
     Policy(selection=NearestPages(0.5)),
@@ -71,6 +71,18 @@ def test_the_engine_writes_what_generate_writes(policy, monkeypatch):
 def test_the_engine_writes_what_generate_writes_under_every_policy(policy, monkeypatch):
     jax.clear_caches()  # programs hold memory maps; those of all policies are more than a process may have
     check_engine_equals_generate(policy, monkeypatch, ((37, 20), (12, 30), (50, 9), (28, 25)))
+
+
+def test_rows_rank_what_they_hold_by_their_own_numbers():
+    policies = [f"r_kv({share}, window=4, kernel=3) + uniform(24, every(4))" for share in (0.0, 0.5, 1.0)]
+    sizes = {"max_rows": 3, "context": 96, "chunk": 16, "segment": 4, "page": tiny.PAGE}
+    requests = [Request(prompt=tiny.prompt(37, 1), max_new_tokens=20, policy=x) for x in policies]
+    with Engine(tiny.model(), **sizes) as engine:
+        got = [[event.token for event in ticket] for ticket in engine.submit_all(requests)]
+        assert len(engine.metrics().batches) == 1
+    how = {"chunk_size": 16, "page": tiny.PAGE, "max_new_tokens": 20}
+    assert got == [kvjax.generate(tiny.model(), x, [tiny.prompt(37, 1)], **how).tokens[0] for x in policies]
+    assert len(set(map(tuple, got))) == 3, "the numbers decide nothing: the test says little"
 
 
 def check_engine_equals_generate(policy, monkeypatch, sizes):
