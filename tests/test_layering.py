@@ -70,7 +70,7 @@ TABLE = {
     "kvjax.layer": r"kvjax\.layer\._.+",
     "kvjax.layer._info": rf"{STATE}|kvjax\.algebra",
     "kvjax.layer._demote": rf"{STATE}|kvjax\.algebra",
-    "kvjax.layer._held": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info))",
+    "kvjax.layer._held": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info|rows))",
     "kvjax.layer._evict": rf"{STATE}|kvjax\.(algebra|layer\._(demote|held|info))",
     "kvjax.layer._admit": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info|evict))",
     "kvjax.layer._draft": rf"{STATE}|kvjax\.(algebra|layer\._(admit|info|read))|{KERNELS}",

@@ -423,7 +423,7 @@ HI = {"messages": [{"role": "user", "content": "x"}]}
         (CHAT, {"messages": [{"role": "user"}]}, 422, "messages"),
         (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 422, "messages"),
         (CHAT, HI | {"top_logprobs": 2}, 400, "top_logprobs"),
-        (CHAT, HI | {"tools": [{"type": "function"}]}, 422, "tools.0.function"),
+        (CHAT, HI | {"tools": [{"type": "function"}]}, 422, "tools"),
         (CHAT, HI | {"tools": [{"type": "function", "function": {"name": "x"}}]}, 400, "tools"),
         (CHAT, HI | {"max_tokens": 0}, 422, "max_tokens"),
         ("/tokenize", {}, 400, "prompt"),
