@@ -43,7 +43,7 @@ METHODS: dict[str, str] = {
     f"kvzip(instruction={parity.ASK}) + overall({KEPT})": "kvzip",
     f"kvzap_scores + uniform({KEPT})": "kvzap",
     f"fast_kvzip + overall({KEPT})": "fast_kvzip",
-    f"snapkv(64) + lu_kv({KEPT}) + sinks(4)": "",
+    f"keydiff + lu_kv({KEPT}) + sinks(4) + recent(1)": "lu_kv",
     "kivi(2)": "",
     "kivi(2, recent=32, group=64)": "",
     "fp8": "",

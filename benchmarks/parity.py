@@ -26,6 +26,7 @@ from benchmarks import peers
 from benchmarks.results import Row
 from kvjax import decode, layer, metrics
 from kvjax.algebra import Policy
+from kvjax.budgets.lu_kv import LUKV
 from kvjax.cli import InputError
 from kvjax.policies import compactor, kvzap
 from kvjax.policies.expected_attention import ExpectedAttention
@@ -151,6 +152,16 @@ CASES = {
         budget="ada({slots})",
     ),
     "critical, keydiff": Case("keydiff + critical", "KeyDiffPress", wrapper="CriticalKVPress"),
+    "lu_kv": Case(
+        "keydiff + sinks(4) + recent(1)", "KeyDiffPress", wrapper="LUKVPress", budget="lu_kv({slots})"
+    ),
+    "lu_kv, expected": Case(
+        "expected_attention(floor=0.02) + sinks(4) + recent(1)",
+        "ExpectedAttentionPress",
+        {"epsilon": 0.02},
+        wrapper="LUKVPress",
+        budget="lu_kv({slots})",
+    ),
     "chunks": Case("snapkv(64) + chunks(20)", "SnapKVPress", SNAPKV, wrapper="ChunkKVPress", counted=True),
     "kvzip": Case(f"kvzip(instruction={ASK})", "KVzipPress", budget="overall({slots})"),
     "kvzip, layer by layer": Case(
@@ -217,7 +228,7 @@ def subject(name: str, home: Path) -> Subject:
 def _with_weights(name: str, folder: Path, tokens: Int[np.ndarray, " T"]) -> Subject:
     model = kvjax.load(folder, dtype="float32")
     key = jax.random.key(0)
-    parts = QFilter(), ExpectedAttention(stored=True), FastKVzip()
+    parts = QFilter(), ExpectedAttention(stored=True), FastKVzip(), LUKV()
     weights = {part.name: part.example_weights(key, model.network) for part in parts}
     sizes = (model.spec.model_dim, model.network.num_kv_heads, model.network.num_layers)
     weights["kvzap_scores"] = kvzap.initial(key, *sizes, hidden=8)
@@ -293,11 +304,9 @@ def _kept(
     of: Subject, reading: decode.PromptActivations, policy: Policy, layers: Sequence[int]
 ) -> Bool[np.ndarray, "L K T"]:
     """What the layers judge."""
-    network, learned = of.model.network.at(reading.context), bool(policy.learned)
-    ranks: Any = policy.eviction.chain[0]
-    result = []
+    network, result = of.model.network.at(reading.context), []
     for index in layers:
-        weights = {"eviction": of.weights[ranks.name][index]} if learned else {}
+        weights = {part.place: of.weights[part.name][index] for part in policy.learned}
         bits = _layer_keeps(
             network,
             layers[0],

@@ -38,7 +38,10 @@ def press_of(case: dict[str, Any], ratio: float, inputs: dict[str, np.ndarray], 
         press.kvzap_model, press.post_init_from_model = kvzap(inputs), lambda model: None
     if case["press"] == "FastKVzipPress":
         press.gates = gates(inputs)
-    if case["wrapper"]:
+    if case["wrapper"] == "LUKVPress":
+        press = kvpress.LUKVPress(press, ratio)
+        press._budget_curves = np.moveaxis(inputs["removed"], 2, 0)
+    elif case["wrapper"]:
         press = getattr(kvpress, case["wrapper"])(press)
     learned = {name: torch.from_numpy(inputs[name]) for name in ("filter", "mean", "covariance")}
     if case["press"] == "QFilterPress":  # its files hold the opposite sign

@@ -69,7 +69,8 @@ def test_it_carries_the_library_and_one_file_for_each_learned_part(wheel):
     weights = {
         name.split("weights/")[1] for name in names if name.endswith(".safetensors") and "weights/" in name
     }
-    parts = ("duo", "expected_attention", "kvp", "phi", "qfilter", "tri_attention", "trim_kv", "write_gate")
+    parts = ("duo", "expected_attention", "fast_kvzip", "kvp", "kvzap", "phi", "qfilter")
+    parts += ("tri_attention", "trim_kv", "write_gate")
     files = {f"{part}/default.safetensors" for part in parts}
     assert weights == files | {"write_gate/aggressive.safetensors"}
     assert wheel.stat().st_size <= MOST, f"{wheel.stat().st_size / 1e6:.1f} MB"
