@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import per_head
+from kvjax.cache import brought, per_head
+from kvjax.cache import hosted as hosting
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from kvjax.types import Network
 
 STORES = ("ring", "pages", "demoted", "summary")
-"""The places in which a layer keeps tokens: fields of ``LayerCache``."""
+"""The places in which a layer keeps tokens: fields of ``LayerCache``. What the device holds beside pages in
+host memory counts as pages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Bytes:
         and store (``STORES``); rows added up.
       allocated: float64 [L, 4]: device bytes per layer and store, page tables and free pages included.
       peak: (live, allocated) at their highest so far.
+      host: (live, allocated) in host memory, of pages that are full (``host``); in no other figure here.
       summary_reads: tokens (K and V of one position) that reading φ once costs a KV head: by the paper's
         count, and by its bytes; 0 without a completion part.
     """
@@ -46,6 +49,7 @@ class Bytes:
     live: np.ndarray
     allocated: np.ndarray
     peak: tuple[float, float]
+    host: tuple[int, int] = (0, 0)
     summary_reads: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -103,8 +107,18 @@ def nbytes(state: KVState) -> Bytes:
             live[index, :, 1 + at] = slots.sum(axis=0) * slot + owned.sum(axis=0) * page
         live[index, :, 3] = size(layer.summary) / heads
     sizes = [[size(getattr(layer, store)) for store in STORES] for layer in state.layers]
+    hosts, full = [layer.hosted for layer in state.layers], np.zeros(2, int)
+    for index, (layer, hosted) in enumerate(zip(state.layers, hosts)):
+        if hosted is not None:
+            slot, page = page_costs(layer.pools[-1])
+            owned, held = state.mesh.read((hosted.owned, hosted.cached.holds))
+            cached = (held >= 0).sum(axis=(0, 2)) * hosted.cached.unit
+            live[index, :, 1] += owned.sum(axis=0) * page + cached * slot
+            sizes[index][1] += size(hosting.on_device(hosted))
+            full += np.asarray([owned.sum() * hosted.size * slot, size(hosting.in_host(hosted))])
     return Bytes(
         live=live,
+        host=(int(full[0]), int(full[1])),
         allocated=np.asarray(sizes, float),
         peak=tuple(np.asarray(state.peak).tolist()),
         summary_reads=(
@@ -141,6 +155,9 @@ def by_row(state: KVState) -> tuple[np.ndarray, np.ndarray]:
         alone, asked = size(layer.summary) / state.rows, size(layer.ring.queries) / state.rows
         live += np.minimum(length, layer.ring.window) * heads * ring_slot(layer.ring) + alone + asked
         own += size(layer.ring) / state.rows + alone
+        if layer.hosted is not None:
+            alone = size(hosting.on_device(layer.hosted)) / state.rows
+            live, own = live + alone, own + alone
         for pages, (slots, owned) in zip(layer.pools, lengths):
             slot, page = page_costs(pages)
             live += slots.sum(axis=1) * slot + owned.sum(axis=1) * page
@@ -151,7 +168,7 @@ def by_row(state: KVState) -> tuple[np.ndarray, np.ndarray]:
 
 def allocated(layers: tuple[LayerCache, ...]) -> int:
     """Device bytes of some layers; reads nothing from a device."""
-    return size(layers)
+    return size([layer.on_device for layer in layers])
 
 
 def raise_peak(state: KVState, live: float, total: float) -> KVState:
@@ -181,6 +198,8 @@ def held_by_head(state: KVState) -> Int[np.ndarray, "L B K"]:
     layers = []
     for layer, pools in zip(state.layers, held):
         recent = np.minimum(length, layer.ring.window)[:, None] + np.zeros(layer.ring.k.shape[:2], int)
+        if layer.hosted is not None:
+            recent = recent + state.mesh.read(layer.hosted.owned) * layer.hosted.size
         layers.append(sum((slots for slots, _ in pools), recent))
     return np.stack(layers)
 
@@ -220,6 +239,8 @@ def live_slots(state: KVState) -> Int[jax.Array, "L B K"]:
         ring = jnp.minimum(state.length, layer.ring.window)[:, None]
         heads = layer.ring.k.shape[1]
         live = jnp.broadcast_to(ring, (state.rows, heads))
+        if layer.hosted is not None:
+            live = live + layer.hosted.owned * layer.hosted.size
         layers.append(live + per_head.live(layer.pools) if layer.pools else live)
     return jnp.stack(layers)
 
@@ -240,6 +261,10 @@ def present(state: KVState) -> Bool[jax.Array, "L B K C"]:
             slots = per_head.slots(layer.pools)
             pos = jnp.where(slots.live, slots.pos, state.context)
             head = jnp.arange(heads)[None, :, None]
+            mask = mask.at[row[:, None, None], head, pos].set(True, mode="drop")
+        if layer.hosted is not None:
+            pos = brought.positions(layer.hosted)
+            pos = jnp.where(pos >= 0, pos, state.context)
             mask = mask.at[row[:, None, None], head, pos].set(True, mode="drop")
         return mask
 

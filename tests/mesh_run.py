@@ -33,6 +33,7 @@ import tiny  # noqa: E402
 import kvjax  # noqa: E402
 from kvjax import decode, metrics  # noqa: E402
 from kvjax.algebra import Policy  # noqa: E402
+from kvjax.cache import hosted as hosting  # noqa: E402
 from kvjax.cache.state import KVState, reshard  # noqa: E402
 from kvjax.eval.measure import counted, forced  # noqa: E402
 from kvjax.models import decoder  # noqa: E402
@@ -64,6 +65,7 @@ COMBINED = (
 def policies() -> list[Policy]:
     """Every method's examples, and combinations that meet across heads or pools."""
     shown = [policy for method in kvjax.methods() for policy in method.examples]
+    shown = [policy for policy in shown if not (policy.storage.hosted and hosting.absent())]
     return list(dict.fromkeys([*shown, *map(kvjax.policy, COMBINED)]))
 
 

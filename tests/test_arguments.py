@@ -22,6 +22,7 @@ from kvjax.algebra import (
     Eviction,
     Held,
     KeepRecent,
+    Native,
     Number,
     Policy,
     PolicyError,
@@ -41,6 +42,8 @@ from kvjax.policies.draft import Draft, Drafting
 from kvjax.policies.knorm import KNorm
 from kvjax.policies.kvzip import Instruction
 from kvjax.policies.topk import FINEST, Retrieved, TopK
+from kvjax.storage.host import Coding, HeldStorage, Host
+from kvjax.storage.int8 import Int8
 from kvjax.storage.kivi import Bits
 
 PARTS = sorted(catalogue.parts().values(), key=lambda kind: kind.name)
@@ -89,6 +92,8 @@ def bounds(argument: Argument) -> tuple[list[Any], list[Any]]:
         Instruction: (["a", "a" * 200, (0,), (7,) * 200], ["", "a" * 201, (), (-1,), (True,), [5], 5]),
         Held: ([KNorm()], [KeepRecent(), 1]),
         Ranking: ([KNorm()], [KeepRecent(), Critical(of=KNorm()), 1]),
+        HeldStorage: ([Native(), Int8()], [Host(), KNorm(), 1]),
+        Coding: (["native", "int8", "int4"], ["int2", 1]),
         Drafting: ([TopK()], [SelectAll(), Draft(by=TopK()), KNorm(), 1]),
     }[type(argument)]
 

@@ -45,6 +45,8 @@ COMBINED = (
 """Parts of several methods, where a pool exists only for the combination."""
 
 EXAMPLES = [policy for method in kvjax.methods() for policy in method.examples]
+# Laws that take a state apart and put it together know one memory; ``policies/test_host.py`` has its own.
+EXAMPLES = [policy for policy in EXAMPLES if not policy.storage.hosted]
 EXAMPLES += [kvjax.policy(spec) for spec in COMBINED]
 SLOW = (
     "kvp(2, recent=6) + gvote(0.5, samples=2, ahead=8)",

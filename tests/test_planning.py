@@ -42,6 +42,8 @@ def program(**more) -> Program:
         "outputs": 0,
         "temporary": 0,
         "code": 0,
+        "host": 0,
+        "host_temporary": 0,
         "collectives": {},
         "kernels": "xla",
     }

@@ -169,7 +169,7 @@ def array(content: bytes, name: str, change) -> bytes:
         (lambda x: x[:-9] + bytes(9), "content is not what was written"),
         (lambda x: x.replace(b"gates@1", b"gates@2"), "head is not what was written"),
         (lambda x: x.replace(rb"\"context\": 72", rb"\"context\": 76"), "head is not what was written"),
-        (lambda x: head(x, version=4), "format 4"),
+        (lambda x: head(x, version=5), "format 5"),
         (lambda x: head(x, version=True), "is not a saved state"),
         (lambda x: head(x, format="other"), "is not a saved state"),
         (lambda x: head(x, model="0" * 16), "another model"),
@@ -457,7 +457,7 @@ def parts(tmp_path_factory):
         (lambda files: [file.unlink() for file in files], "is a folder without a saved state"),
         (lambda files: files[2].write_bytes(files[2].read_bytes()[:-9]), "cut off or damaged"),
         (lambda files: files[0].write_bytes(head(files[0].read_bytes(), context=80)), "of different states"),
-        (lambda files: files[3].write_bytes(head(files[3].read_bytes(), version=4)), "format 4"),
+        (lambda files: files[3].write_bytes(head(files[3].read_bytes(), version=5)), "format 5"),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused(parts, harm, words, tmp_path):

@@ -45,6 +45,7 @@ class Part:
         the policy has other values.
       shared: names of learned leaves that all heads share; every other leaf begins with [K] or [N].
       idle: the part does nothing in its place.
+      wraps: it holds another part of its place (``of``), which in a string is written before it.
 
     Raises:
       PolicyError: a field has a value that ``arguments`` does not accept.
@@ -62,6 +63,7 @@ class Part:
     fitted: ClassVar[tuple[str, ...]] = ()
     shared: ClassVar[tuple[str, ...]] = ()
     idle: ClassVar[bool] = False
+    wraps: ClassVar[bool] = False
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)

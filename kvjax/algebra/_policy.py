@@ -6,6 +6,7 @@ Why: kvjax/DESIGN.md, 2.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvjax.algebra._observation import OBSERVABLE, OF_EVICTIONS
 from kvjax.algebra._part import Part
 from kvjax.algebra._selection import SelectAll, Selection
 from kvjax.algebra._storage import Native, Storage
+from kvjax.cache.hosted import Near
 
 PLACES: dict[str, type[Part]] = {
     "admission": Admission,
@@ -222,6 +224,25 @@ class Policy:
         """
         return max(self.storage.recent - window, 0) if self.decides_later else 0
 
+    def near(self, context: int, layer: int) -> Near | None:
+        """What a layer's device has of the tokens in host memory; None where none are.
+
+        Raises:
+          PolicyError: fewer than a read chooses.
+        """
+        storage, selection = self.storage, self.selection
+        if not storage.hosted or not selection.applies(layer) or not self.paged(context):
+            return None
+        unit, most = selection.unit, selection.most_units(context)
+        units = storage.cached(context) // unit
+        if units < most:
+            raise PolicyError(
+                f"{storage!r}: of a context of {context} tokens the device's cache holds {units} units of "
+                f"{unit} tokens, and a read of {selection!r} chooses up to {most}. Give cache="
+                f"{math.ceil(1000 * most * unit / context) / 1000:g} or more, or choose fewer."
+            )
+        return Near(units=units, unit=unit, keys=selection.ranks_keys, index=storage.index)
+
     def paged(self, context: int) -> bool:
         """Can a token outlive the window, in pages or in a completion's summary?"""
         none = self.admission.rejects_all and self.sinks == 0 and self.completion.idle
@@ -370,6 +391,8 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             f"newest {p.protects} tokens of {p.eviction!r} are protected: no slot is left to rank. Protect "
             "fewer, or raise tight."
         )
+    if p.storage.hosted:
+        _refuse_beside_host(p)
     if not p.completion.idle and p.selection.acts and not p.storage.exact:
         raise PolicyError(
             f"{p.storage!r} does not work with {p.completion!r} and {p.selection!r}: a page's scale grows "
@@ -391,4 +414,42 @@ def _refuse_illegal_pairs(p: Policy) -> None:
         raise PolicyError(
             f"{p.completion!r} represents what a read leaves out, and this policy leaves nothing out. Add a "
             f"part that drops tokens or chooses among them, for example 'topk(0.01) + {p.completion!r}'."
+        )
+
+
+def _refuse_beside_host(p: Policy) -> None:
+    """Refuses what would bring everything back to the device, or change what lies in host memory."""
+    if not p.selection.acts:
+        raise PolicyError(
+            f"{p.storage!r}: every read visits everything, so every step would bring all pages back. Add a "
+            "selection, for example 'quest(chunks=32) + host'."
+        )
+    if not p.selection.by_worth:
+        raise PolicyError(
+            f"{p.storage!r} does not work with {p.selection!r}, which reads its whole list. Use quest, topk "
+            "or topk_pages, or leave host out."
+        )
+    if p.storage.index is not None and not (p.selection.ranks_keys and p.storage.exact):
+        has = f"{p.selection!r} ranks by values of a page" if p.storage.exact else "the keys are in codes"
+        raise PolicyError(f"{p.storage!r}: {has}, so there are no keys to code for it. Leave keys out.")
+    if p.decides_later:
+        raise PolicyError(
+            f"{p.storage!r}: {p.budget!r} evicts while decoding, and pages in host memory are never written "
+            "again. Use a budget with when=after_prompt, or leave host out."
+        )
+    if p.storage.foresees:
+        raise PolicyError(
+            f"{p.storage!r}: {p.storage.chain[0].word} codes groups of tokens, and a unit that is brought "
+            "alone cannot be read. Use int8, int4, fp8 or the model's dtype."
+        )
+    if not p.completion.idle and not (p.admission.idle and not p.budget.limited):
+        raise PolicyError(
+            f"{p.storage!r}: while a prompt is read {p.completion!r} subtracts all that is kept, which with "
+            "an admission or a budget is not all there is, so all of it would be brought at once. Leave one "
+            "of the three out."
+        )
+    if p.keeps:
+        raise PolicyError(
+            f"{p.storage!r}: {', '.join(p.keeps)} is kept with every slot, and pages in host memory hold "
+            "keys, values and positions alone. Leave host out."
         )

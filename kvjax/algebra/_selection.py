@@ -45,14 +45,28 @@ class Selection(Part):
     Class attributes:
       splits: the part always reads some tokens and chooses among the others (two page lists).
       estimates: the tokens that a read visits also represent those that it leaves out (``Picked.bias``).
+      by_worth: it ranks units of slots (``worth``, ``best``), so its list may lie in two memories.
+      ranks_keys: it ranks them by every key, not by values of a page.
     """
 
     place = "selection"
     splits: ClassVar[bool] = False
     estimates: ClassVar[bool] = False
+    by_worth: ClassVar[bool] = False
+    ranks_keys: ClassVar[bool] = False
     recent: int = 0
     drafts: Selection | None = None
     most: int = 0
+
+    @property
+    def unit(self) -> int:
+        """Slots that it chooses together (``by_worth``)."""
+        return 1
+
+    @property
+    def always(self) -> int:
+        """Paged tokens of a prompt that every read visits, beside those it chooses."""
+        return 0
 
     @property
     def acts(self) -> bool:
@@ -86,7 +100,7 @@ class Selection(Part):
         total: Int[Array, " B"],
         longest: int,
     ) -> Picked:
-        """The slots of list ``list_id`` that these queries visit.
+        """The slots of list ``list_id`` that these queries visit; by default the units of most ``worth``.
 
         Args:
           params: learned weights of the part.
@@ -95,6 +109,18 @@ class Selection(Part):
           total: prompt lengths of the rows.
           longest: upper bound on the tokens of any row of these pages, unless a budget evicts.
         """
+        return self.best(self.worth(q, pages, list_id), total, longest)
+
+    def worth(self, q: Float[Array, "B N H"], pages: Pages, list_id: int) -> Float[Array, "B K C"]:
+        """How much each of a list's C units is worth to these queries; -inf for empty units."""
+        raise NotImplementedError
+
+    def best(self, worth: Float[Array, "B K C"], total: Int[Array, " B"], longest: int) -> Picked:
+        """The units that are visited; ``total`` and ``longest`` as in ``select``."""
+        raise NotImplementedError
+
+    def most_units(self, longest: int) -> int:
+        """The most units that a read of a row of ``longest`` tokens visits (``by_worth``)."""
         raise NotImplementedError
 
 
@@ -112,6 +138,10 @@ class Anchored(Selection):
 
     def applies(self, layer: int) -> bool:
         return layer >= self.dense
+
+    @property
+    def always(self) -> int:
+        return self.sinks + self.tail
 
     @property
     def recent(self) -> int:  # type: ignore[override]

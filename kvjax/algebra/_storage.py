@@ -23,11 +23,13 @@ class Storage(Part):
     Class attributes:
       exact: a slot holds the key and value in the model's own dtype.
       scaled: pages carry scales (``scales``).
+      hosted: full pages of what a selection chooses among lie in host memory.
     """
 
     place = "storage"
     exact: ClassVar[bool] = True
     scaled: ClassVar[bool] = False
+    hosted: ClassVar[bool] = False
     recent: int = 0
 
     def dtype(self, model: jnp.dtype) -> jnp.dtype:
@@ -50,6 +52,10 @@ class Storage(Part):
         """
         return None
 
+    def read_dtype(self, model: jnp.dtype) -> Any:
+        """Of the keys that ``read`` gives, and of what a selection keeps of them for each page."""
+        return model if self.exact else jnp.float32
+
     def layout(self, size: int, head_dim: int, model: jnp.dtype) -> dict[str, Any]:
         """What ``cache.pool.empty`` has to know of it, by name."""
         return {
@@ -57,6 +63,7 @@ class Storage(Part):
             "dtype": self.dtype(model),
             "scales": self.scales(size, head_dim),
             "turned": self.turned,
+            "summary_dtype": self.read_dtype(model),
         }
 
     def page_bytes(self, size: int, head_dim: int) -> int:
@@ -72,6 +79,15 @@ class Storage(Part):
     @property
     def foresees(self) -> int:
         """How many of the tokens that leave the window next ``write`` is shown (``coming``)."""
+        return 0
+
+    @property
+    def index(self) -> Any:
+        """How keys are coded by which a selection ranks ``hosted`` tokens; None: as they are stored."""
+        return None
+
+    def cached(self, context: int) -> int:
+        """Tokens of a KV head that the device holds of the ``hosted`` ones, in rows of ``context`` tokens."""
         return 0
 
     def slot_bytes(self, head_dim: int, model: jnp.dtype) -> float:

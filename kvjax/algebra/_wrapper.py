@@ -82,6 +82,7 @@ class Wrapper(Eviction):
     """
 
     scores_prompt = True
+    wraps = True
     of: Eviction = dataclasses.field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def __init_subclass__(cls, **more: Any) -> None:

@@ -434,6 +434,20 @@ def _give_back(pages: Pages, list_id: Array, entry: Array, page: Array) -> Pages
     )
 
 
+def without_first(pages: Pages, gone: Int[Array, "B K"]) -> Pages:
+    """The last list without its first ``gone`` pages, all of them full; the others move up."""
+    (_, _, lists, entries), entry = pages.table.shape, jnp.arange(pages.table.shape[3])
+    freed = jnp.where(entry < gone[..., None], pages.table[:, :, -1], pages.count)
+    pages = _give_back(pages, jnp.asarray(lists - 1), entry, freed)
+    later = jnp.minimum(entry + gone[..., None], entries - 1)
+    left = jnp.where(entry + gone[..., None] < entries, along(pages.table[:, :, -1], later, axis=-1), EMPTY)
+    return dataclasses.replace(
+        pages,
+        table=pages.table.at[:, :, -1].set(left),
+        length=pages.length.at[:, :, -1].add(-gone * pages.size),
+    )
+
+
 def clear(pages: Pages, gone: Bool[Array, " B"]) -> Pages:
     """The chosen rows own nothing any more (finished requests); pages without an owner return to the pool."""
     entries = pages.table.shape[-1]

@@ -162,6 +162,7 @@ def empty(
     meta: tuple[str, ...],
     summary: dict[str, tuple[int, ...]],
     arrays: Mapping[str, tuple[tuple[int, ...], str]] = {},
+    summary_dtype: Any = jnp.float32,
     turned: bool = False,
 ) -> Pages:
     """A pool with all its pages free.
@@ -174,12 +175,13 @@ def empty(
       meta: names of per-slot values.
       summary: shape of each per-page value.
       arrays: those of ``meta`` that are not one float32 a slot: shape and dtype.
+      summary_dtype: of per-page values.
     """
     slot, put = (pages, size), jax.device_put  # what is small and no zero is made by NumPy
     leaves, tree = jax.tree.flatten(scales)
     of_scales = {f"scale {at}": ((pages, *leaf.shape), leaf.dtype) for at, leaf in enumerate(leaves)}
     of_parts = of_slots(slot, meta, arrays)
-    of_pages = {f"page {name}": ((pages, *shape), jnp.float32) for name, shape in summary.items()}
+    of_pages = {f"page {name}": ((pages, *shape), summary_dtype) for name, shape in summary.items()}
     made = zeros(k=((*slot, width), dtype), v=((*slot, width), dtype), **of_scales, **of_parts, **of_pages)
     return Pages(
         k=made["k"],

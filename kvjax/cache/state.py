@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache import hosted as hosting
 from kvjax.cache import pages as paging
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
+from kvjax.cache.hosted import Hosted
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
 from kvjax.sharding.mesh import ONE, Mesh
-from kvjax.sharding.reshard import moved
+from kvjax.sharding.reshard import moved, on_host
 from kvjax.sharding.specs import CONTEXT, HEADS, POOL, of_state
 from kvjax.types import pytree
 
@@ -36,17 +38,42 @@ class LayerCache:
       summary: the completion part's φ, any pytree with leading axis B, or None.
       demoted: the older part of the pages, in codes, where precision changes with age
         (``kvjax.layer._demote``); else None.
+      hosted: full pages of selectable tokens, where they lie in host memory; else None. The last list of the
+        pages goes on from there.
     """
 
     ring: Ring
     pages: Pages | None
     summary: Any
     demoted: Pages | None = None
+    hosted: Hosted | None = None
 
     @property
     def pools(self) -> tuple[Pages, ...]:
         """The pages: none, one or two pools, in the order of a KV head's slots (``kvjax.cache.per_head``)."""
         return tuple(pages for pages in (self.pages, self.demoted) if pages is not None)
+
+    @property
+    def near(self) -> hosting.Near | None:
+        """What the device has of the layer's hosted tokens; None: none are."""
+        if self.hosted is None:
+            return None
+        units, unit = self.hosted.cached.pos.shape[2:]
+        keys, index = self.hosted.keys is not None, self.hosted.index
+        return hosting.Near(units=units, unit=unit, keys=keys, index=index)
+
+    @property
+    def on_device(self) -> LayerCache:
+        """What of it lies on the device."""
+        hosted = None if self.hosted is None else hosting.on_device(self.hosted)
+        return dataclasses.replace(self, hosted=hosted)
+
+    @property
+    def whole(self) -> LayerCache:
+        """Without host memory; a layer of NumPy arrays."""
+        if self.hosted is None or self.pages is None:
+            return self
+        return dataclasses.replace(self, pages=hosting.joined(self.pages, self.hosted), hosted=None)
 
     def with_pools(self, pools: Sequence[Pages]) -> LayerCache:
         """The same layer with its pools replaced, in their order; missing ones stay."""
@@ -88,6 +115,11 @@ class KVState:
     def rows(self) -> int:
         """B."""
         return self.length.shape[0]
+
+    @property
+    def hosted(self) -> bool:
+        """Does some of it lie in host memory?"""
+        return any(layer.hosted is not None for layer in self.layers)
 
     @property
     def gone(self) -> bool:
@@ -195,6 +227,38 @@ def reserve(
     return state if same else _resized(state, tuple(sizes))
 
 
+def with_host(layer: LayerCache, near: hosting.Near | None, mesh: Mesh) -> LayerCache:
+    """A layer whose full pages have gone to host memory; room for all that its tables name is taken at once.
+
+    Args:
+      layer: without host memory; donated.
+      near: what the device has of them; None: nothing goes.
+      mesh: where the layer lies.
+    """
+    if near is None or layer.pages is None:
+        return layer
+    shapes = hosting.shapes(layer.pages, near, mesh)
+    hosted = hosting.placed(hosting.empty(shapes), mesh)
+    return _sent(dataclasses.replace(layer, hosted=hosted), mesh)
+
+
+def sent(state: KVState) -> KVState:
+    """The state with its full pages in host memory, where they belong there; it is donated."""
+    layers = tuple(layer if layer.hosted is None else _sent(layer, state.mesh) for layer in state.layers)
+    return dataclasses.replace(state, layers=layers)
+
+
+def _sent(layer: LayerCache, mesh: Mesh) -> LayerCache:
+    pages, hosted = _moved(layer.pages, layer.hosted, mesh)
+    return dataclasses.replace(layer, pages=pages, hosted=hosted)
+
+
+@functools.partial(jax.jit, static_argnums=2, donate_argnums=(0, 1))
+def _moved(pages: Pages, hosted: Hosted, mesh: Mesh) -> tuple[Pages, Hosted]:
+    specs = of_state(pages), of_state(hosted)
+    return mesh.each(hosting.moved, [pages, hosted], [*specs], specs)  # type: ignore[no-any-return]
+
+
 def fit(state: KVState) -> KVState:
     """Shrink every pool to the smallest size class that holds its owned pages."""
     totals = counts(state)
@@ -237,7 +301,9 @@ def reshard(state: KVState, mesh: Mesh) -> KVState:
     if state.mesh == mesh:
         return state
     numbers = {name: getattr(state, name) for name in ("length", "total", "peak", "confidence")}
-    layers = tuple(moved(cache, state.mesh, mesh, pool.size_class) for cache in state.layers)
+    layers = tuple(
+        with_host(moved(cache, state.mesh, mesh, pool.size_class), cache.near, mesh) for cache in state.layers
+    )
     return dataclasses.replace(state, layers=layers, mesh=mesh, **mesh.put(state.mesh.read(numbers)))
 
 
@@ -262,9 +328,16 @@ def fork(state: KVState, row: int, n: int) -> KVState:
     if n < 1:
         raise ValueError(f"fork(n={n}) makes no row. Give n of 1 or more.")
     single = reshard(state, ONE)
+    near = [layer.near for layer in single.layers]
+    whole = tuple(
+        layer if layer.hosted is None else jax.device_put(on_host(layer, ONE)) for layer in single.layers
+    )
+    single = dataclasses.replace(single, layers=whole)
     owned = [int(paging.used(pages)[row].sum()) for pages in _pools(single)]
     sizes = tuple(pool.size_class(max(1, count * n)) for count in owned)
-    return reshard(_pick_rows(single, jnp.full(n, row), sizes), state.mesh)
+    rows = _pick_rows(single, jnp.full(n, row), sizes)
+    layers = tuple(with_host(layer, one, ONE) for layer, one in zip(rows.layers, near))
+    return reshard(dataclasses.replace(rows, layers=layers), state.mesh)
 
 
 @functools.partial(jax.jit, static_argnums=2)

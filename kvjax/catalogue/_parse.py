@@ -14,12 +14,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvjax.algebra import Every, OfPlace, Part, Policy, PolicyError, Wrapper
+from kvjax.algebra import Every, OfPlace, Part, Policy, PolicyError
 from kvjax.catalogue import _discovery as discovery
 
 
@@ -70,16 +71,17 @@ def policy(spec: str | Policy) -> Policy:
     written: dict[str, Any] = {}
     preset: dict[str, Any] = {}
     shared: list[dict[str, Any]] = []  # of each word that names parts of two places
-    wrappers: list[_Wrap] = []
+    wrappers: list[tuple[str, _Wrap]] = []
     for word in _words(spec):
         name, arguments = _parse(word, spec)
         if arguments is None and name in PRESETS and len(_kinds(name)) < 2:
             preset |= _preset(name)
             continue
-        if (wrap := _wrapper(name, arguments or "", spec)) is not None:
-            if not any("eviction" in fields for fields in (written, preset, *shared)):
-                wrap(None)  # refuses
-            wrappers.append(wrap)
+        if (wrapper := _wrapper(name, arguments or "", spec)) is not None:
+            place, wrap = wrapper
+            if not any(place in fields for fields in (written, preset, *shared)):
+                wrap(None)  # refuses, unless it may stand alone
+            wrappers.append(wrapper)
             continue
         fields = _parts(name, arguments or "", spec)
         if len(fields) > 1:
@@ -101,8 +103,8 @@ def policy(spec: str | Policy) -> Policy:
             )
         written |= {place: fields[place] for place in free}
     fields = preset | written
-    for wrap in wrappers:
-        fields["eviction"] = wrap(fields["eviction"])
+    for place, wrap in wrappers:
+        fields[place] = wrap(fields.get(place))
     return Policy(**fields)
 
 
@@ -111,8 +113,9 @@ def _preset(name: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for word in _words(PRESETS[name]):
         part, arguments = _parse(word, name)
-        if (wrap := _wrapper(part, arguments or "", name)) is not None:
-            fields["eviction"] = wrap(fields.get("eviction"))
+        if (wrapper := _wrapper(part, arguments or "", name)) is not None:
+            place, wrap = wrapper
+            fields[place] = wrap(fields.get(place))
         elif part != "full":
             fields |= _parts(part, arguments or "", name)
     return fields
@@ -121,18 +124,27 @@ def _preset(name: str) -> dict[str, Any]:
 _Wrap = Callable[[Part | None], Part]
 
 
-def _wrapper(name: str, arguments: str, spec: str) -> _Wrap | None:
-    """What makes the wrapper of that name around an eviction; None for another word."""
+def _wrapper(name: str, arguments: str, spec: str) -> tuple[str, _Wrap] | None:
+    """Place of the wrapper of that name, and what makes it around a part; None for another word."""
     for kind in _kinds(name):
-        if issubclass(kind, Wrapper):
+        if kind.wraps:
             values, named = _arguments(name, arguments, spec)
             if "of" in named:
+                example = {"eviction": "snapkv", "storage": "int8"}[kind.place]
                 raise PolicyError(
-                    f"policy({spec!r}): {name} takes no argument 'of'. Write the eviction before it, as in "
-                    f"'snapkv + {name}'."
+                    f"policy({spec!r}): {name} takes no argument 'of'. Write the {kind.place} before it, as "
+                    f"in '{example} + {name}'."
                 )
-            return lambda eviction: _build(kind, values, named | {"of": eviction}, spec)
+            return kind.place, functools.partial(_wrapped, kind, values, named, spec)
     return None
+
+
+def _wrapped(
+    kind: type[Part], values: list[Any], named: dict[str, Any], spec: str, part: Part | None
+) -> Part:
+    """The wrapper around a part. Where there is none, that of an eviction refuses, a storage's does not."""
+    alone = part is None and kind.place == "storage"
+    return _build(kind, values, named if alone else named | {"of": part}, spec)
 
 
 def _words(spec: str) -> Iterator[str]:

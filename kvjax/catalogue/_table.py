@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax import cli
-from kvjax.algebra import PLACES, Part, Wrapper
+from kvjax.algebra import PLACES, Part
 from kvjax.catalogue import _discovery as discovery
 from kvjax.catalogue._parse import PRESETS, policy
 
@@ -17,14 +17,14 @@ BEGIN, END = "<!-- methods: python -m kvjax.catalogue --write README.md -->", "<
 def table() -> str:
     """One row per part, by place, and one for keeping everything; in Markdown."""
     rows = ["| word | method | place | presets |", "|---|---|---|---|"]
-    order = lambda kind: (list(PLACES).index(kind.place), issubclass(kind, Wrapper), kind.name)  # noqa: E731
+    order = lambda kind: (list(PLACES).index(kind.place), kind.wraps, kind.name)  # noqa: E731
     parts = sorted(discovery.parts().values(), key=order)
     full = next(method for method in discovery.methods() if method.name == "full")
     rows.append(f"| `full` | {full.summary} | – | `full` |")
     for kind in parts:
         summary, source = discovery.described(importlib.import_module(kind.__module__))
         method = f"{summary} [Paper]({source})" if source else summary
-        place = "wrapper" if issubclass(kind, Wrapper) else kind.place
+        place = "wrapper" if kind.wraps else kind.place
         rows.append(f"| `{kind.name}` | {method} | {place} | {', '.join(presets(kind))} |")
     return "\n".join(rows)
 

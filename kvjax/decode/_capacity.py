@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import catalogue
-from kvjax.algebra import Every, Native, Policy
+from kvjax.algebra import Every, Native, Policy, PolicyError
+from kvjax.cache import hosted as hosting
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
 from kvjax.cache import state as states
@@ -177,8 +178,14 @@ def empty(
         "peak": np.zeros(2, np.float32),
         "confidence": np.zeros(rows, np.float32) if policy.budget.needs_logits else None,
     }
+    layers = make() if mesh.grid is None else jax.jit(make)()
+    storage = policy.storage
+    if storage.hosted and (why := hosting.absent(codes=not storage.exact)):
+        raise PolicyError(f"{storage!r}: pages cannot lie in host memory here: {why}. Leave host out.")
     return KVState(
-        layers=make() if mesh.grid is None else jax.jit(make)(),
+        layers=tuple(
+            states.with_host(layer, policy.near(context, at), mesh) for at, layer in enumerate(layers)
+        ),
         **mesh.put(numbers),  # compiles nothing
         context=context,
         chunk=chunk_size,
@@ -250,8 +257,11 @@ def page_sizes(state: KVState) -> list[int]:
 def reserve(policy: Policy, state: KVState, tokens: int, arriving: int, ahead: int = 0) -> KVState:
     """Make sure that ``tokens`` more tokens a row fit, ``arriving`` at a time, whatever is admitted.
 
-    A pool that has to grow makes room for ``ahead`` tokens (decoding) or at least doubles (prefill).
+    A pool that has to grow makes room for ``ahead`` tokens (decoding) or at least doubles (prefill). Where
+    tokens lie in host memory, full pages go there first, and pools do not grow ahead.
     """
+    if state.hosted:
+        state, ahead = states.sent(state), 0
     most = slot_bounds(policy, state.context, arriving, page_sizes(state))
     uneven = policy.budget.voted
     return states.reserve(state, tokens, most, ahead=ahead, doubling=arriving > 1, uneven=uneven)

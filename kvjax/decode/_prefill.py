@@ -238,7 +238,8 @@ def _read_chunks(
     last, calls = no_output(model, state), layer_calls(model.network, rest, model.params, own)
     # Where everything is admitted, and all of it stays or a fixed number, the need is known: all of it at
     # once, one size, one program. (A share of the context is more than a shorter prompt can fill.)
-    ahead = longest if policy.admission.idle and is_bounded(policy, state) else chunk_size
+    known = policy.admission.idle and is_bounded(policy, state)
+    ahead = longest if known and not state.hosted else chunk_size
     for start in range(0, longest, chunk_size):
         count = np.clip(lengths - start, 0, chunk_size).astype(np.int32)
         state = reserve(policy, state, min(ahead, longest - start), chunk_size)

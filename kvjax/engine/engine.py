@@ -122,6 +122,7 @@ class Engine:
           PolicyError, WeightsError, RequestError: what cannot be served at all.
         """
         self._model, self._policy, self._sources = model, decode.read_policy(policy, model), weights
+        paged(self._policy, model.network.max_positions)  # refuses what no batch can hold
         self._settings = EngineSettings.checked(
             model,
             kv_memory=kv_memory,

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from kvjax import decode, metrics
-from kvjax.algebra import AdmitAll, Policy
+from kvjax.algebra import AdmitAll, Policy, PolicyError
 from kvjax.cache import rows as row_ops
 from kvjax.cache import state as states
 from kvjax.cache.pages import Pages
@@ -48,7 +48,15 @@ def paged(policy: Policy, context: int) -> Policy:
     """The policy, in pages where alone it would be one ring as long as the context.
 
     Rows of a batch differ in length; a ring for each as long as the longest may be would hold mostly nothing.
+
+    Raises:
+      PolicyError: one that keeps pages in host memory.
     """
+    if policy.storage.hosted:
+        raise PolicyError(
+            f"{policy!r}: running batches hold their pages on the device, so {policy.storage!r} has no place "
+            "here. Use generate or stream; idle contexts go to host memory by --host-memory."
+        )
     idle = all(part.idle for part in policy.parts)
     window = max(WINDOW, policy.protects)
     if not idle or window >= context:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from kvjax.algebra import Picked, Policy, Selection, Visited
-from kvjax.cache import pages as paging
 from kvjax.cache import ring as rings
+from kvjax.cache.hosted import Hosted
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Entry, Ring
 from kvjax.cache.state import LayerCache
-from kvjax.cache.write import along, split, there
+from kvjax.cache.write import along, blocks, split, there
+from kvjax.layer._hosted import Partial, read_hosted
 from kvjax.layer._info import LayerInfo, major
 from kvjax.types import pytree
 from pallas_kernels.blockwise.api import blockwise
@@ -28,9 +29,6 @@ from pallas_kernels.vertical_slash.api import vertical_slash
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
     from jaxtyping import Array, Bool, Float, Int
-
-Partial = tuple["Float[Array, 'B N T H']", "Float[Array, 'B N T']"]
-"""Attention output over some of the tokens, and its log-sum-exp."""
 
 
 @pytree()
@@ -79,13 +77,15 @@ class PagedRead:
       lists: one partial for each page list.
       mass: what each query gave each list's slots, under the list's own lse; None where not asked for.
       completion: φ's partial; empty where nothing is left out.
-      picked: what the selection chose of the last list, where it acted.
+      chosen: slots that the selection chose of the last list, where it acted.
+      hosted: the layer's hosted pages after the read.
     """
 
     lists: tuple[Partial, ...] = ()
     mass: tuple[Float[Array, "B N T M S"], ...] | None = None
     completion: tuple[Partial, ...] = ()
-    picked: Picked | None = None
+    chosen: Int[Array, "B K"] | None = None
+    hosted: Hosted | None = None
 
     @property
     def partials(self) -> tuple[Partial, ...]:
@@ -118,16 +118,25 @@ def read_pages(
     selective = by is not None and not by.idle and by.applies(info.kind)
     partials: list[Partial] = []
     masses: list[Array] = []
-    chosen: Picked | None = None
+    chosen: Int[Array, "B K"] | None = None
     visited: Visited | None = None
+    hosted = cache.hosted
+    partial: tuple[Array, ...]
     lists = [(pages, list_id) for pages in cache.pools for list_id in range(pages.table.shape[2])]
     # Asked for mass, every query is a head of its own: it is scaled query by query before it is added up.
     each = q.reshape(q.shape[0], -1, 1, q.shape[-1]) if with_mass else q
     for at, (pages, list_id) in enumerate(lists):
         picked: Picked | None = None
-        if selective and by is not None and at == len(lists) - 1:
-            weights, longest = info.weights("selection"), pages.span + cache.ring.window
-            picked = chosen = by.select(weights, q[:, :, 0], pages, list_id, info.total, longest)
+        last, longest = at == len(lists) - 1, pages.span + cache.ring.window
+        if last and hosted is not None:
+            chooses, where = by if selective else None, (info.total, longest)
+            partial, visited, hosted = read_hosted(policy.storage, chooses, cache, q, *where, softcap)
+            chosen = None if visited is None else visited.live.sum(axis=-1)
+            partials.append((partial[0], partial[1]))
+            continue
+        if selective and by is not None and last:
+            picked = by.select(info.weights("selection"), q[:, :, 0], pages, list_id, info.total, longest)
+            chosen = _live(pages, list_id, picked).sum(axis=(-2, -1))
         if picked is not None and picked.bias is None:
             visited = _visited(policy, pages, list_id, picked)
             partial = gathered_decode(
@@ -161,7 +170,8 @@ def read_pages(
         lists=tuple(partials),
         mass=tuple(masses) if with_mass else None,
         completion=completion,
-        picked=chosen,
+        chosen=chosen,
+        hosted=hosted,
     )
 
 
@@ -232,12 +242,10 @@ def loaded(info: LayerInfo, cache: LayerCache, paged: PagedRead, ring: Int[Array
     slots = selector = jnp.zeros((len(ring), heads), jnp.int32)
     if cache.pages is not None:
         slots = sum((pages.length.sum(axis=-1) for pages in cache.pools), slots)
-    if paged.picked is not None:
-        pages, picked = cache.pools[-1], paged.picked
-        last = pages.length.shape[2] - 1
-        hit = _live(pages, last, picked)
-        slots = slots - pages.length[:, :, last] + hit.sum(axis=(-2, -1))
-        selector = _selector_tokens(info.policy, pages, last)
+    if paged.chosen is not None:
+        pages, last = cache.pools[-1], cache.pools[-1].table.shape[2] - 1
+        slots = slots - pages.length[:, :, last] + paged.chosen
+        selector = _selector_tokens(info.policy, cache)
     return Loaded(
         ring=ring,
         pages=slots,
@@ -246,13 +254,17 @@ def loaded(info: LayerInfo, cache: LayerCache, paged: PagedRead, ring: Int[Array
     )
 
 
-def _selector_tokens(policy: Policy, pages: Pages, list_id: int) -> Float[Array, "B K"]:
+def _selector_tokens(policy: Policy, cache: LayerCache) -> Float[Array, "B K"]:
     """Token-equivalents of what the selection looks at: its per-page values, or every key."""
+    pages = cache.pools[-1]
+    length = pages.length[:, :, -1]
+    if cache.hosted is not None:
+        length = length + cache.hosted.owned * pages.size
     shapes = policy.selection.summary_shapes(pages.size, pages.head_dim).values()
     if shapes:
         of_a_page = sum(math.prod(shape) for shape in shapes) / (2 * pages.head_dim)
-        return paging.used(pages)[:, :, list_id] * of_a_page
-    return pages.length[:, :, list_id] / 2
+        return blocks(length, pages.size) * of_a_page
+    return length / 2
 
 
 def merged(

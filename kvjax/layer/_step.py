@@ -58,6 +58,7 @@ def step(
         q, cache.ring.k, cache.ring.v, q_pos=length[:, None], k_pos=positions, softcap=x.softcap
     )
     paged = read_pages(info, cache, q, by=info.policy.selection, softcap=x.softcap, with_mass=track)
+    cache = dataclasses.replace(cache, hosted=paged.hosted)
     out, lse = merged((recent, *paged.partials), x.v.dtype, x.sinks)
     size = loaded(info, cache, paged, rings.live(length + count, cache.ring.window))
     if track:  # what is learned now decides at the next step

@@ -37,6 +37,7 @@ class Bytes:
       padding: what the device's layouts add.
       temporary: between operations, with results that reuse no argument.
       code: of the program.
+      host: in host memory, full pages; not of the device.
     """
 
     weights: int
@@ -46,6 +47,7 @@ class Bytes:
     padding: int = 0
     temporary: int = 0
     code: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -61,6 +63,7 @@ def resident(case: Deployment, *, reading: bool = False) -> Bytes:
         learned=shapes.device_bytes(shapes.weights(case)),
         allocated=sum(layer.allocated for layer in layers),
         live=sum(layer.live for layer in layers),
+        host=sum(layer.host for layer in layers),
     )
 
 

@@ -40,6 +40,8 @@ class Program:
       outputs: results that reuse no argument.
       temporary: everything in between.
       code: the program itself.
+      host: of its arguments, what lies in host memory.
+      host_temporary: what it makes there in between; a copy of a pool would be here.
       collectives: operations among devices, and how many of each.
       kernels: "pallas" where it calls kernels of ours, else "xla".
       depths: layers that were compiled; two if the rest is extrapolated.
@@ -50,6 +52,8 @@ class Program:
     outputs: int
     temporary: int
     code: int
+    host: int
+    host_temporary: int
     collectives: dict[Collective, int]
     kernels: str
     depths: tuple[int, ...]
@@ -114,6 +118,8 @@ def extrapolated(few: Program, more: Program, times: float, argument_bytes: int)
         outputs=on(few.outputs, more.outputs),
         temporary=max(on(few.temporary, more.temporary), few.temporary, more.temporary),
         code=max(on(few.code, more.code), more.code),
+        host=on(few.host, more.host),
+        host_temporary=max(on(few.host_temporary, more.host_temporary), more.host_temporary),
         collectives={one: n for one, n in counts.items() if n > 0},
         kernels=more.kernels,
         depths=(*few.depths, *more.depths),
@@ -205,6 +211,8 @@ def _compiled(case: Deployment, target: aot.Target, traced: Any, arguments: Any)
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         code=memory.generated_code_size_in_bytes,
+        host=memory.host_argument_size_in_bytes,
+        host_temporary=memory.host_temp_size_in_bytes,
         collectives=collectives(text, len(target.devices)),
         kernels="pallas" if ours else "xla",
         depths=(case.spec.num_layers,),

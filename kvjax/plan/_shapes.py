@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 
 from kvjax import decode, layer, metrics
 from kvjax.algebra import Policy
+from kvjax.cache import hosted as hosting
 from kvjax.cache import pool
 from kvjax.cache import state as states
 from kvjax.cache.pages import Pages
@@ -31,8 +33,20 @@ def replicated(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtype
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes that one device has of sharded shapes."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Bytes that one device has of sharded shapes, in its own memory."""
+    return sum(size for size, far in _leaves(tree) if not far)
+
+
+def host_bytes(tree: Any) -> int:
+    """Bytes that lie in host memory for one device."""
+    return sum(size for size, far in _leaves(tree) if far)
+
+
+def _leaves(tree: Any) -> Iterator[tuple[int, bool]]:
+    """Bytes of each leaf on one device, and whether they lie in host memory."""
+    for x in jax.tree.leaves(tree):
+        size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        yield size, x.sharding.memory_kind == hosting.KIND
 
 
 def params(case: Deployment) -> Params:
@@ -133,6 +147,9 @@ class LayerSize:
       read: bytes of keys and values that a step must load, on the fullest device; selections load less than
         is live.
       walked: bytes that a step loads if it reads whole pools, free pages included, as ``xla`` does.
+      host: bytes of full pages in host memory, of each device.
+      chosen: of these, bytes that a step chooses, and brings where the device's cache has none of them.
+      brought: bytes of a whole list, which a piece of a prompt brings.
     """
 
     cache: LayerCache
@@ -140,6 +157,9 @@ class LayerSize:
     live: int
     read: int
     walked: int
+    host: int = 0
+    chosen: int = 0
+    brought: int = 0
 
 
 def layer_sizes(case: Deployment, *, reading: bool = False) -> tuple[LayerSize, ...]:
@@ -181,6 +201,12 @@ def _layer_size(
     )
     (cache,) = jax.eval_shape(make)
     used = _used_slots(case, cache, head_slots)
+    selects = [at for at in range(case.spec.num_layers) if case.policy.selection.applies(at)]
+    near = case.policy.near(case.context, selects[0]) if selective and cache.pools else None
+    full = used
+    if near is not None:  # what is full lies in host memory
+        fed = case.chunk if reading else decode.MAX_STEPS
+        used = (min(used[0], case.policy.selection.always + cache.pools[0].size - 1 + fed),)
     count = _pages_while_reading if reading else _pages
     pools = []
     for index, (pages, slots) in enumerate(zip(cache.pools, used)):
@@ -188,6 +214,13 @@ def _layer_size(
         pools.append(jax.eval_shape(resize, pages))
     cache = cache.with_pools(pools)
     cache = mesh.shapes(cache, of_state(cache))
+    host = chosen = 0
+    if near is not None:
+        shapes = hosting.shapes(cache.pages, near, mesh)
+        cache = dataclasses.replace(cache, hosted=hosting.sharded(mesh, shapes))
+        slot = metrics.page_costs(cache.pages)[0]
+        host = host_bytes(cache.hosted)
+        chosen = heads * min(case.policy.selection.most_units(case.context) * near.unit, full[0]) * slot
     ring, summary = cache.ring, device_bytes(cache.summary)
     ring_slots = heads * min(case.context, ring.window)
     live = ring_slots * metrics.ring_slot(ring) + device_bytes(ring.queries) + summary
@@ -197,7 +230,7 @@ def _layer_size(
     read = [_pages_read(case, pages, slots) for pages, slots in zip(cache.pools, used)]
     walked = [_pool_read(mesh.local(pages)) for pages in cache.pools]
     if selective:
-        read[-1:] = [_selected(case, cache, slots) for slots in used[-1:]]
+        read[-1:] = [_selected(case, cache, slots) for slots in full[-1:]]
         walked = read
     ring_read = ring_slots * 2 * ring.k.shape[-1] * ring.k.dtype.itemsize + summary
     return LayerSize(
@@ -206,6 +239,9 @@ def _layer_size(
         live=live,
         read=ring_read + sum(read),
         walked=ring_read + sum(walked),
+        host=host,
+        chosen=chosen,
+        brought=heads * full[0] * slot if near is not None else 0,
     )
 
 
@@ -231,7 +267,8 @@ def _selected(case: Deployment, cache: LayerCache, slots: int) -> int:
     summaries = selection.summary_shapes(pages.size, pages.head_dim).values()
     if summaries:
         numbers = sum(math.prod(shape) for shape in summaries)
-        ranked = case.device_heads * -(-slots // pages.size) * 4 * numbers
+        item = jnp.dtype(case.policy.storage.read_dtype(jnp.dtype(case.dtype))).itemsize
+        ranked = case.device_heads * -(-slots // pages.size) * item * numbers
     else:
         ranked = _pages_read(case, pages, slots) // 2
     return _pages_read(case, pages, visited) + ranked
@@ -288,7 +325,7 @@ def _pages_while_reading(case: Deployment, pages: Pages, index: int, slots: int)
     window = policy.window(case.context)
     most = decode.slot_bounds(policy, case.context, chunk, [pages.size] * 2)[index]
     local, left, count = case.mesh.local(pages), max(case.context - window, 1), 1
-    ahead = case.context if policy.admission.idle else chunk
+    ahead = case.context if policy.admission.idle and not policy.storage.hosted else chunk
     for tokens in range(0, case.context, chunk):
         live = math.ceil(heads * slots * max(tokens - window, 0) / left)
         step = min(ahead, case.context - tokens)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from kvjax.algebra import Anchored, Picked, Policy, PolicyError, Whole
 from kvjax.cache.pages import Pages
-from kvjax.types import EMPTY, Params
+from kvjax.types import EMPTY
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -47,6 +47,7 @@ class Quest(Anchored):
         "tail": Whole(),
     }
     sizes = ("chunks",)
+    by_worth = True
     chunks: int = 32
     chunk: int = 16
     dense: int = 2
@@ -78,21 +79,19 @@ class Quest(Anchored):
         ranges = jnp.concatenate(ends, axis=2)
         return {"range": jnp.where(jnp.isfinite(ranges), ranges, 0.0)}
 
-    def select(
-        self,
-        params: Params | None,
-        q: Float[Array, "B N H"],
-        pages: Pages,
-        list_id: int,
-        total: Int[Array, " B"],
-        longest: int,
-    ) -> Picked:
+    @property
+    def unit(self) -> int:
+        return self.chunk
+
+    def most_units(self, longest: int) -> int:
+        return self.chunks
+
+    def best(self, worth: Float[Array, "B K C"], total: Int[Array, " B"], longest: int) -> Picked:
         """The best chunks; all of them while there are no more than ``chunks``."""
-        bound = self._bounds(q, pages, list_id)  # [B, K, M * per]
-        best, at = jax.lax.top_k(bound, min(self.chunks, bound.shape[-1]))
+        best, at = jax.lax.top_k(worth, min(self.chunks, worth.shape[-1]))
         return Picked(entries=jnp.where(best > -jnp.inf, at, EMPTY), unit=self.chunk)
 
-    def _bounds(self, q: Float[Array, "B N H"], pages: Pages, list_id: int) -> Float[Array, "B K C"]:
+    def worth(self, q: Float[Array, "B N H"], pages: Pages, list_id: int) -> Float[Array, "B K C"]:
         """Upper bound of q·k over each chunk of each KV head; -inf for empty chunks."""
         rows, heads = pages.table.shape[:2]
         # The ranges are copied into one array per KV head: one product per page would be many times slower.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from kvjax.algebra import MOST, Anchored, Argument, Picked, Policy, PolicyError, Whole
 from kvjax.cache.pages import Pages
-from kvjax.types import EMPTY, Params
+from kvjax.types import EMPTY
 from pallas_kernels.ragged_decode.api import largest_scores
 
 if TYPE_CHECKING:
@@ -67,22 +67,21 @@ class TopK(Anchored):
     name = "topk"
     arguments = {"k": Retrieved(), "sinks": Whole(), "tail": Whole(), "dense": Whole(0, "number of layers")}
     sizes = ("k",)
+    by_worth = ranks_keys = True
     k: int | float = 0.01
     sinks: int = 4
     tail: int = 16
     dense: int = 0
 
-    def select(
-        self,
-        params: Params | None,
-        q: Float[Array, "B N H"],
-        pages: Pages,
-        list_id: int,
-        total: Int[Array, " B"],
-        longest: int,
-    ) -> Picked:
+    def most_units(self, longest: int) -> int:
+        return units(self.k, longest, 1)
+
+    def worth(self, q: Float[Array, "B N H"], pages: Pages, list_id: int) -> Float[Array, "B K C"]:
         score = _scores(q, pages, list_id)
-        return _best(score.reshape(*score.shape[:2], -1), self.k, total, longest, 1)
+        return score.reshape(*score.shape[:2], -1)
+
+    def best(self, worth: Float[Array, "B K C"], total: Int[Array, " B"], longest: int) -> Picked:
+        return _best(worth, self.k, total, longest, 1)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -102,6 +101,7 @@ class TopKPages(Anchored):
     name = "topk_pages"
     arguments = {**TopK.arguments, "chunk": Whole(1)}
     sizes = ("k",)
+    by_worth = ranks_keys = True
     k: int | float = 0.01
     chunk: int = 16
     sinks: int = 4
@@ -114,18 +114,24 @@ class TopKPages(Anchored):
             raise PolicyError(f"{self!r}: chunk={self.chunk} does not divide pages of {size} slots.")
         return {}
 
-    def select(
-        self,
-        params: Params | None,
-        q: Float[Array, "B N H"],
-        pages: Pages,
-        list_id: int,
-        total: Int[Array, " B"],
-        longest: int,
-    ) -> Picked:
+    @property
+    def unit(self) -> int:
+        return self.chunk
+
+    def most_units(self, longest: int) -> int:
+        return units(self.k, longest, self.chunk)
+
+    def worth(self, q: Float[Array, "B N H"], pages: Pages, list_id: int) -> Float[Array, "B K C"]:
         score = _scores(q, pages, list_id)
-        score = score.reshape(*score.shape[:2], -1, self.chunk).max(axis=-1)
-        return _best(score, self.k, total, longest, self.chunk)
+        return score.reshape(*score.shape[:2], -1, self.chunk).max(axis=-1)
+
+    def best(self, worth: Float[Array, "B K C"], total: Int[Array, " B"], longest: int) -> Picked:
+        return _best(worth, self.k, total, longest, self.chunk)
+
+
+def units(k: int | float, longest: int, unit: int) -> int:
+    """The most units that ``k`` tokens of rows of ``longest`` fill."""
+    return max(int(retrieved(k, longest)) // unit, 1)
 
 
 def _scores(q: Float[Array, "B N H"], pages: Pages, list_id: int) -> Float[Array, "B K M S"]:
@@ -138,7 +144,7 @@ def _best(
     score: Float[Array, "B K C"], k: int | float, total: Int[Array, " B"], longest: int, unit: int
 ) -> Picked:
     """The units with the highest scores, as many as ``k`` tokens fill."""
-    most = min(max(int(retrieved(k, longest)) // unit, 1), score.shape[-1])
+    most = min(units(k, longest, unit), score.shape[-1])
     value, index = jax.lax.top_k(score, most)
     count = jnp.maximum(retrieved(k, total) // unit, 1)[:, None, None]
     picked = (value > -jnp.inf) & (jnp.arange(most) < count)

@@ -13,10 +13,11 @@ import numpy as np
 
 from kvjax import catalogue
 from kvjax.algebra import Native, Policy, Storage
+from kvjax.cache import hosted as hosting
 from kvjax.cache import pool
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
-from kvjax.cache.state import KVState, LayerCache, reshard
+from kvjax.cache.state import KVState, LayerCache, reshard, with_host
 from kvjax.saving import _device_parts as device_parts
 from kvjax.saving._atomic import PARTS
 from kvjax.saving._file import StateFile, open_file
@@ -103,7 +104,7 @@ def open(
         leaves = [own[f"summary.{i}"] for i in range(sizes["summary"])]
         storages = (Native(), saved_policy.storage)[-len(sizes["pools"]) :]
         pools = [
-            _take_pages(_under(own, f"pages.{kind}."), size, storage, dim)
+            _take_pages(_under(own, f"pages.{kind}."), size, storage, dim, ring.k.dtype)
             for kind, (size, storage) in enumerate(zip(sizes["pools"], storages))
         ]
         bare = LayerCache(
@@ -119,6 +120,16 @@ def open(
         structure=head["structure"],
     )
     state = jax.device_put(state) if target == ONE else reshard(state, target)
+    storage = saved_policy.storage
+    if storage.hosted and (why := hosting.absent(codes=not storage.exact)):
+        raise StateError(f"{call} has pages for host memory, and none can lie there: {why}.")
+    state = dataclasses.replace(
+        state,
+        layers=tuple(
+            with_host(layer, saved_policy.near(head["context"], at), target)
+            for at, layer in enumerate(state.layers)
+        ),
+    )
     extra = _under(arrays, "extra.")
     return Saved(state=state, policy=saved_policy, label=head["weights"], extra=extra, notes=head["notes"])
 
@@ -142,7 +153,7 @@ def _take_ring(arrays: Mapping[str, np.ndarray], window: int, queries: Mapping[s
 
 
 def _take_pages(
-    arrays: Mapping[str, np.ndarray], sizes: Mapping[str, int], storage: Storage, head_dim: int
+    arrays: Mapping[str, np.ndarray], sizes: Mapping[str, int], storage: Storage, head_dim: int, dtype: Any
 ) -> Pages:
     """A pool just large enough for what was saved, on the host: pages in the order of the lists."""
     length, size, entries = arrays["length"], sizes["size"], sizes["entries"]
@@ -183,7 +194,9 @@ def _take_pages(
         ),
         pos=slots(arrays["pos"], EMPTY),
         meta={name: slots(x) for name, x in _under(arrays, "meta.").items()},
-        summary={name: paged(x) for name, x in _under(arrays, "summary.").items()},
+        summary={
+            name: paged(x.astype(storage.read_dtype(dtype))) for name, x in _under(arrays, "summary.").items()
+        },
         turned=storage.turned,
         **rest,
     )

@@ -26,6 +26,9 @@ WORDS = ("model", "policy", "structure", "weights", "dtype")
 LEAST = 256
 """A chunk and a page may have so many tokens, whatever the positions of the model: the defaults."""
 
+OWN_SUMMARIES = 4
+"""From this version on what a selection keeps for a page has the dtype of the keys, before it was float32."""
+
 GIVE = "Give a file that save wrote."
 
 Expected = dict[str, tuple[np.dtype[Any], tuple[int | str, ...]]]
@@ -130,7 +133,10 @@ def expected(
             except PolicyError as error:
                 raise StateError(f"{call} has pages that do not fit: {error}") from error
             arrays |= {f"{at}.{n}": (x.dtype, (f"{at}.pages", *x.shape)) for n, x in scales.items()}
-            arrays |= {f"{at}.summary.{n}": (float32, (f"{at}.pages", *shape)) for n, shape in shapes.items()}
+            of_pages = storage.read_dtype(dtype) if head["version"] >= OWN_SUMMARIES else float32
+            arrays |= {
+                f"{at}.summary.{n}": (of_pages, (f"{at}.pages", *shape)) for n, shape in shapes.items()
+            }
     return {name: (np.dtype(kind), shape) for name, (kind, shape) in arrays.items()}
 
 

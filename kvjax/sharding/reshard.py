@@ -23,9 +23,16 @@ _PAGED = ("k", "v", "scales", "pos", "meta", "summary")
 
 
 def on_host(cache: Any, source: Mesh) -> Any:
-    """A ``LayerCache`` in NumPy, in every process all of it; ids of its pages count through all devices."""
+    """A ``LayerCache`` in NumPy, in every process all of it; ids of its pages count through all devices.
+
+    What lies in host memory is among its pages.
+    """
     cache = source.read(cache)
-    return cache.with_pools([_joined(pages, source) for pages in cache.pools])
+    cache = cache.with_pools([_joined(pages, source, pages.count) for pages in cache.pools])
+    if cache.hosted is None:
+        return cache
+    hosted = _joined(cache.hosted, source, len(cache.hosted.pos) // cache.pages.size)
+    return dataclasses.replace(cache, hosted=hosted).whole
 
 
 def moved(cache: Any, source: Mesh, target: Mesh, size_class: Callable[[int], int]) -> Any:
@@ -35,9 +42,9 @@ def moved(cache: Any, source: Mesh, target: Mesh, size_class: Callable[[int], in
     return target.put(cache, of_state(cache))
 
 
-def _joined(pages: Any, source: Mesh) -> Any:
-    """The pages with ids that count through all devices."""
-    count = pages.count // source.pools
+def _joined(pages: Any, source: Mesh, of_all: int) -> Any:
+    """The pages, so many on all devices, with ids that count through these."""
+    count = of_all // source.pools
     table = np.array(pages.table)
     for device, block in enumerate(source.blocks(table)):  # blocks are views of the table
         block[block != EMPTY] += device * count

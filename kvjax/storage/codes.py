@@ -61,6 +61,12 @@ class Coded(Storage):
         """The codes nearest to x, as the pool stores them."""
         return self.encoded(jnp.clip(jnp.round(x), -self.most, self.most).astype(jnp.int8))
 
+    def of_page(self, k: Float[Array, "S H"]) -> tuple[Num[Array, "S X"], Float[Array, "2 H"]]:
+        """Codes of the keys of a page, quantised at once, and their scales as a pool has them."""
+        k = k.astype(jnp.float32)
+        scale = self.scale(jnp.abs(k).max(axis=0))
+        return self.rounded(k / jnp.where(scale > 0, scale, 1.0)), jnp.stack([scale, scale])
+
     def encoded(self, codes: Int[Array, "... H"]) -> Num[Array, "... X"]:
         """Whole numbers as the pool stores them."""
         raise NotImplementedError

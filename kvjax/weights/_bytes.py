@@ -44,7 +44,7 @@ def _head(policy: Policy, network: Network, dtype: Any, tokens: int, slots: floa
     exact = min(paged, policy.exact_slots(window))
     total += exact * (_slot(policy, h, own) + 4)
     numbers = sum(math.prod(shape) for shape in policy.selection.summary_shapes(PAGE, h).values())
-    page = 4 * numbers + storage.page_bytes(PAGE, h)
+    page = jnp.dtype(storage.read_dtype(own)).itemsize * numbers + storage.page_bytes(PAGE, h)
     encoded = _slot(policy, storage.width(h), storage.dtype(own)) + 4
     total += (paged - exact) * encoded + math.ceil((paged - exact) / PAGE) * page
     summary = jax.eval_shape(lambda: policy.completion.empty(1, 1, h, tokens))

@@ -58,7 +58,7 @@ def bounds(q: np.ndarray, pages: Pages, b: int, h: int) -> np.ndarray:
 
 @jax.jit
 def found_bounds(q: jax.Array, pages: Pages) -> jax.Array:
-    return QUEST._bounds(q, pages, 0)
+    return QUEST.worth(q, pages, 0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
