@@ -204,7 +204,7 @@ def test_the_table_counts_the_bytes_of_a_step():
     # 24 layers of keys and values of two heads of 64 channels in bfloat16, and 494 M weights.
     weights, cache = 2 * 494.03e6, 24 * 2 * 2 * 64 * 2 * 8192
     assert small["cache_share"] == pytest.approx(cache / (weights + cache), rel=1e-3)
-    # Eight chunks of 16, the window of 64, and a range of two float32 a channel for every 16 tokens.
-    read = 24 * 2 * (2 * 64 * 2 * (8 * 16 + 64) + 2 * 64 * 4 * (8192 - 64) / 16)
+    # Eight chunks of 16, the window of 64, and a range of two bfloat16 a channel for every 16 tokens.
+    read = 24 * 2 * (2 * 64 * 2 * (8 * 16 + 64) + 2 * 64 * 2 * (8192 - 64) / 16)
     assert small["d"] == pytest.approx((weights + read) / (weights + cache), rel=1e-3)
     assert small["gain"]["0.8"] < 1 < large["gain"]["0.8"]

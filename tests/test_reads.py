@@ -66,9 +66,10 @@ def test_a_state_says_what_reading_its_summary_costs():
 def test_what_a_selection_looks_at_is_charged_in_tokens(spec, tokens):
     policy = kvjax.policy(spec)
     state = decode.empty(tiny.model().network, policy, rows=2, context=64, page=8, dtype=jnp.float32)
-    pages = state.layers[1].pools[-1]
-    pages = dataclasses.replace(pages, length=jnp.full_like(pages.length, 12))
-    np.testing.assert_array_equal(_selector_tokens(policy, pages, 0), np.full((2, 2), tokens))
+    layer = state.layers[1]
+    pages = dataclasses.replace(layer.pages, length=jnp.full_like(layer.pages.length, 12))
+    layer = dataclasses.replace(layer, pages=pages)
+    np.testing.assert_array_equal(_selector_tokens(policy, layer), np.full((2, 2), tokens))
 
 
 def test_a_row_of_results_charges_the_summary_as_one_likes():
