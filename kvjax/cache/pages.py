@@ -270,7 +270,8 @@ def _summarise(pages: Pages, codec: Codec, chooser: Summariser, touched: Array |
     fill = there(fills(pages), jnp.minimum(page, pages.count - 1))
     fresh = chooser.summarise(k, slot[None, :] < fill[:, None])
     return dataclasses.replace(
-        pages, summary={n: old.at[page].set(fresh[n], **DROP) for n, old in pages.summary.items()}
+        pages,
+        summary={n: old.at[page].set(fresh[n].astype(old.dtype), **DROP) for n, old in pages.summary.items()},
     )
 
 
