@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.ring import Entry
-from kvjax.cache.write import DROP, along, blocks, split, there
+from kvjax.cache.write import DROP, along, blocks, scattered, split, there
 from kvjax.sharding.specs import HEADS, POOL
 from kvjax.types import EMPTY, pytree
 
@@ -271,7 +271,7 @@ def _summarise(pages: Pages, codec: Codec, chooser: Summariser, touched: Array |
     fresh = chooser.summarise(k, slot[None, :] < fill[:, None])
     return dataclasses.replace(
         pages,
-        summary={n: old.at[page].set(fresh[n].astype(old.dtype), **DROP) for n, old in pages.summary.items()},
+        summary={n: scattered(old, (page,), fresh[n]) for n, old in pages.summary.items()},
     )
 
 
