@@ -99,7 +99,7 @@ TABLE = {
     "kvjax.decode._capacity": rf"{STATE}|kvjax\.(algebra|catalogue)",
     "kvjax.decode._placement": rf"{STATE}|kvjax\.(algebra|layer|metrics|weights|decode\._checks)",
     "kvjax.decode._checks": r"kvjax\.(errors|types|cache\.state|algebra|catalogue|weights|decode\._capacity)",
-    "kvjax.decode._step": r"kvjax\.(types|sharding\.specs|cache\.state|algebra|layer)",
+    "kvjax.decode._step": r"kvjax\.(types|sharding\.specs|cache\.(mapped|state)|algebra|layer)",
     "kvjax.decode._by_layer": rf"{STATE}|kvjax\.(algebra|layer|decode\._step)",
     "kvjax.decode._loop": rf"{STATE}|kvjax\.(algebra|sampling|decode\._(step|by_layer))",
     "kvjax.decode._draft": rf"{STATE}|kvjax\.(algebra|layer|decode\._(draft_length|loop|step))",

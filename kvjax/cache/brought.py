@@ -102,14 +102,13 @@ def units(
     own = jnp.clip(entries - count, 0)
     far = jnp.where(there_is & ~open_, entries, 0)
 
-    def address(table: Array, index: Array) -> tuple[Array, Array]:
-        """Page of each unit, and its first slot counted through the pool."""
+    def page_of(table: Array, index: Array) -> tuple[Array, Array]:
+        """Page of each unit, and which of its units it is."""
         entry, part = split(index, per)
-        page = jnp.maximum(along(table, entry, axis=-1), 0)
-        return page, page * pages.size + part * unit
+        return jnp.maximum(along(table, entry, axis=-1), 0), part
 
-    own_page, own_first = address(pages.table[:, :, -1], own)
-    far_page, far_first = address(hosted.table, far)
+    own_page, own_part = page_of(pages.table[:, :, -1], own)
+    far_page, far_part = page_of(hosted.table, far)
     slot = jnp.where(there_is & ~open_, along(near.place, far, axis=-1), EMPTY)
     here, asked = slot >= 0, there_is & ~open_
     missing = asked & ~here
@@ -118,13 +117,14 @@ def units(
 
     def held(of_pages: Array, of_cache: Array, bits: bool) -> Array:
         flat = of_pages.reshape(-1, unit, *of_pages.shape[2:])
-        mine = there(flat, split(own_first, unit)[0])
+        mine = there(flat, own_page * per + own_part)
         mine = as_bits(mine) if bits else mine
         wide = open_.reshape(*open_.shape, *[1] * (mine.ndim - 3))
         return jnp.where(wide, mine, there(of_cache, b, k, cached))
 
     now = (held(pages.k, near.k, True), held(pages.v, near.v, True), held(pages.pos, near.pos, False))
     flat = tuple(x.reshape(-1, *x.shape[3:]) for x in now)
+    far_first = hosted.first_slot(far_page) + far_part * unit
     flat = filled_in(hosted, far_first.reshape(-1), missing.reshape(-1), flat)
     kept = _remembered(near, far, slot, missing, asked, tuple(x.reshape(y.shape) for x, y in zip(flat, now)))
 
@@ -132,17 +132,7 @@ def units(
         wide = open_.reshape(*open_.shape, *[1] * (mine.ndim - 1))
         return jnp.where(wide, there(mine, own_page), there(others, far_page)).reshape(-1, *mine.shape[1:])
 
-    nothing: Any = None
-    pool = dataclasses.replace(
-        pages,
-        k=as_stored(flat[0], pages.k.dtype),
-        v=as_stored(flat[1], pages.v.dtype),
-        pos=flat[2],
-        scales=jax.tree.map(of_page, pages.scales, hosted.scales),
-        meta={},
-        summary={},
-        **dict.fromkeys(("refs", "free", "n_free", "overflow"), nothing),
-    )
+    pool = _pool_of(pages, flat, jax.tree.map(of_page, pages.scales, hosted.scales))
     last = own[..., None] * unit + jnp.arange(unit)
     full = last < pages.length[:, :, -1, None, None]
     live = there_is[..., None] & (full | ~open_[..., None])
@@ -204,30 +194,34 @@ def block(hosted: Hosted, pages: Pages, begin: Int[Array, ""], count: int) -> tu
         return as_bits(x) if bits else x
 
     held = (mine(pages.k, True), mine(pages.v, True), mine(pages.pos, False))
-    flat = filled_in(hosted, far.reshape(-1) * pages.size, is_far.reshape(-1), held)
+    flat = filled_in(hosted, hosted.first_slot(far).reshape(-1), is_far.reshape(-1), held)
 
     def of_page(mine: Array, others: Array) -> Array:
         wide = is_far.reshape(-1, *[1] * (mine.ndim - 1))
         return jnp.where(wide, there(others, far.reshape(-1)), there(mine, own.reshape(-1)))
 
     length = hosted.owned * pages.size + pages.length[:, :, -1]
-    nothing: Any = None
-    pool = dataclasses.replace(
-        pages,
-        k=as_stored(flat[0], pages.k.dtype),
-        v=as_stored(flat[1], pages.v.dtype),
-        pos=flat[2],
-        scales=jax.tree.map(of_page, pages.scales, hosted.scales),
+    pool = _pool_of(pages, flat, jax.tree.map(of_page, pages.scales, hosted.scales))
+    return pool, jnp.clip(length - begin * pages.size, 0, count * pages.size)
+
+
+def _pool_of(like: Pages, held: tuple[Array, ...], scales: Any) -> Pages:
+    """A pool to read: its slots (k, v, pos) as host memory has them; nobody writes it."""
+    nothing: dict[str, Any] = dict.fromkeys(("refs", "free", "n_free", "overflow"))
+    return dataclasses.replace(
+        like,
+        k=as_stored(held[0], like.k.dtype),
+        v=as_stored(held[1], like.v.dtype),
+        pos=held[2],
+        scales=scales,
         meta={},
         summary={},
-        **dict.fromkeys(("refs", "free", "n_free", "overflow"), nothing),
+        **nothing,
     )
-    return pool, jnp.clip(length - begin * pages.size, 0, count * pages.size)
 
 
 def positions(hosted: Hosted) -> Int[Array, "B K C"]:
     """True positions of all hosted tokens; EMPTY beyond the last."""
-    size = hosted.size
-    ids = jnp.maximum(hosted.table, 0)
-    pos = brought(hosted.pos, ids.reshape(-1) * size, size).reshape(*ids.shape, size)
-    return jnp.where((hosted.table >= 0)[..., None], pos, EMPTY).reshape(*ids.shape[:2], -1)
+    first = hosted.first_slot(jnp.maximum(hosted.table, 0))
+    pos = brought(hosted.pos, first.reshape(-1), hosted.size).reshape(*first.shape, hosted.size)
+    return jnp.where((hosted.table >= 0)[..., None], pos, EMPTY).reshape(*first.shape[:2], -1)

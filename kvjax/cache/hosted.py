@@ -7,6 +7,7 @@ The list that a selection chooses from begins here and goes on in the layer's pa
 
 A program that decodes or reads only reads what is hosted; pages move between programs (``moved``). Units
 (pages, chunks or tokens: what the selection chooses together) are numbered through both, hosted ones first.
+Those of a saved file may be mapped from it (``kvjax.cache.mapped``): then no page follows them.
 
 Why: kvjax/DESIGN.md, 39.
 """
@@ -92,6 +93,7 @@ class Hosted:
       owned: pages of each KV head.
       taken: pages of the pool that are owned; the first ones.
       cached: what the device holds of them.
+      begins: first slot of each page, of pages that are mapped from a file; None: page after page.
       index: how ``keys`` are coded; None: as they are stored. Static.
     """
 
@@ -106,14 +108,24 @@ class Hosted:
     owned: Int[Array, "B K"]
     taken: Int[Array, ""]
     cached: Cached
+    begins: Int[Array, " P"] | None = None
     index: Index | None = None
 
     per_device = ("taken",)
 
     @property
+    def mapped(self) -> bool:
+        """Are they mapped from a file?"""
+        return self.begins is not None
+
+    @property
     def size(self) -> int:
         """S, slots of a page."""
         return self.cached.place.shape[2] * self.cached.unit // self.table.shape[2]
+
+    def first_slot(self, page: Int[Array, ...]) -> Int[Array, ...]:
+        """Where these pages begin."""
+        return page * self.size if self.begins is None else self.begins[page]
 
     def specs(self) -> Any:
         """How it is cut over devices: the pool by device, the rest by row and KV head."""
@@ -336,11 +348,11 @@ def joined(pages: Pages, hosted: Hosted) -> Pages:
     size, count, table = pages.size, pages.count, np.array(pages.table)
     far, owned, entries = np.asarray(hosted.table), np.asarray(hosted.owned), table.shape[-1]
     ids = far[far >= 0]
+    first = ids * size if hosted.begins is None else np.asarray(hosted.begins)[ids]
 
     def slots(mine: Any, others: Any) -> Any:
         mine, others = np.asarray(mine), np.asarray(others)
-        others = others.view(mine.dtype).reshape(-1, *mine.shape[1:])
-        return np.concatenate([mine, others[ids]])
+        return np.concatenate([mine, others.view(mine.dtype)[first[:, None] + np.arange(size)]])
 
     def of_pages(mine: Any, others: Any) -> Any:
         return np.concatenate([np.asarray(mine), np.asarray(others)[ids]])

@@ -231,11 +231,11 @@ def with_host(layer: LayerCache, near: hosting.Near | None, mesh: Mesh) -> Layer
     """A layer whose full pages have gone to host memory; room for all that its tables name is taken at once.
 
     Args:
-      layer: without host memory; donated.
+      layer: donated; one that has pages in host memory stays as it is.
       near: what the device has of them; None: nothing goes.
       mesh: where the layer lies.
     """
-    if near is None or layer.pages is None:
+    if near is None or layer.pages is None or layer.hosted is not None:
         return layer
     shapes = hosting.shapes(layer.pages, near, mesh)
     hosted = hosting.placed(hosting.empty(shapes), mesh)
@@ -243,8 +243,12 @@ def with_host(layer: LayerCache, near: hosting.Near | None, mesh: Mesh) -> Layer
 
 
 def sent(state: KVState) -> KVState:
-    """The state with its full pages in host memory, where they belong there; it is donated."""
-    layers = tuple(layer if layer.hosted is None else _sent(layer, state.mesh) for layer in state.layers)
+    """The state with its full pages in host memory, where they belong there; it is donated.
+
+    Behind pages that are mapped from a file none goes: what is written later stays in the layer's pages.
+    """
+    stays = [layer.hosted is None or layer.hosted.mapped for layer in state.layers]
+    layers = tuple(x if stay else _sent(x, state.mesh) for x, stay in zip(state.layers, stays))
     return dataclasses.replace(state, layers=layers)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvjax import layer
 from kvjax.algebra import Policy
+from kvjax.cache import mapped
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.decode._step import at_layer, confidence_after, positions_after
 from kvjax.sharding.mesh import ONE, Mesh
@@ -207,7 +208,7 @@ def program(run: layer.LayerFn) -> Any:
         x, cache = network.layer(block, kind, x, positions, attend, cache)
         return mesh.by_row(x), cache
 
-    return jax.jit(call, static_argnums=(0, 1), static_argnames="mesh", donate_argnames="cache")
+    return mapped.jit(call, static=("network", "kind", "mesh"), donate="cache")
 
 
 def _step(

@@ -26,6 +26,7 @@ import numpy as np
 
 from kvjax import layer
 from kvjax.algebra import Policy
+from kvjax.cache import mapped
 from kvjax.cache.ring import ENTRY
 from kvjax.cache.state import KVState
 from kvjax.decode._draft_length import DraftLength
@@ -61,7 +62,7 @@ class Tally:
         return Tally(rounds=jnp.int32(0), drafted=none, judged=none, accepted=none)
 
 
-@functools.partial(jax.jit, static_argnames=("network", "width"), donate_argnames=("state",))
+@functools.partial(mapped.jit, static=("network", "width"), donate="state")
 def drafted_steps(
     network: Network,
     policy: Policy,
@@ -106,7 +107,7 @@ def drafted_steps(
     return state, *state.mesh.everywhere((rows, out, tally))
 
 
-@functools.partial(jax.jit, static_argnames=("network", "width"), donate_argnames=("state",))
+@functools.partial(mapped.jit, static=("network", "width"), donate="state")
 def plain_steps(
     network: Network,
     policy: Policy,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.algebra import Policy
+from kvjax.cache import mapped
 from kvjax.cache.state import KVState
 from kvjax.decode._by_layer import embed, layer_calls, outer, runs_by_layer, step_layer
 from kvjax.decode._step import confidence_after, step
@@ -110,7 +111,7 @@ def first_token(
     return mesh.everywhere(rows.drawn(logits, length))  # type: ignore[no-any-return]
 
 
-@functools.partial(jax.jit, static_argnames=("network", "steps"), donate_argnames=("state",))
+@functools.partial(mapped.jit, static=("network", "steps"), donate="state")
 def decode_steps(
     network: Network,
     policy: Policy,

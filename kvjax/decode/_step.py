@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from kvjax import layer
 from kvjax.algebra import Policy
+from kvjax.cache import mapped
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.sharding.specs import of_state
 from kvjax.types import Network, Params
@@ -206,5 +207,5 @@ def confidence_after(
     return None if before is None else jnp.where(fed, policy.budget.confidence(logits), before)
 
 
-step_program = jax.jit(step, static_argnames=("network", "on_read"), donate_argnames="state")
+step_program = mapped.jit(step, static=("network", "on_read"), donate="state")
 """``step`` compiled with its state donated, for loops of your own; ``stream`` runs ``decode_steps``."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvjax import decode
 from kvjax.algebra import Policy
+from kvjax.cache import mapped
 from kvjax.cache.state import KVState, PoolOverflowError
 from kvjax.decode import CHUNK, RequestError
 from kvjax.nnx import nnx
@@ -305,7 +306,7 @@ def _feed(
     return decode.piece(network, policy, params, learned, now, tokens, count)
 
 
-_feed_program = jax.jit(_feed, static_argnames="network", donate_argnames="now")
+_feed_program = mapped.jit(_feed, static=("network",), donate="now")
 
 
 def state(lm: CausalLM) -> KVState:

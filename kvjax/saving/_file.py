@@ -2,8 +2,10 @@
 
 The file is safetensors: eight bytes with the length of a JSON header, the header, the arrays. The header's
 metadata are ``head`` (what the state belongs to), ``shapes`` (dtype and shape of each array, which is stored
-as bytes: safetensors has no word for some dtypes), ``content`` (SHA-256 of the arrays) and ``digest`` (of
-these three). In files of versions 1 and 2 ``digest`` is that of the arrays.
+as bytes: safetensors has no word for some dtypes), ``content`` (SHA-256 of each array) and ``digest`` (of
+these three). Up to version 4 ``content`` is one for all arrays; in versions 1 and 2 it is called ``digest``.
+
+Arrays of a multiple of 64 bytes come first and begin at one, so jax can read them where a file is mapped.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,12 @@ LONGEST = 2**26
 MOST_AXES = 32
 """Of an array."""
 
+ALIGNED = 64
+"""Bytes: where an array begins that jax reads without a copy."""
+
+EACH = 5
+"""From this version on every array has a digest of its own."""
+
 Shape = tuple[np.dtype[Any], tuple[int, ...]]
 
 
@@ -40,7 +48,7 @@ class StateFile:
       head: as ``save`` wrote it; of its values only format and version are checked.
       shapes: dtype and shape of each array; together they are as long as the file.
       begins: where in the file each array begins.
-      content: digest of the arrays.
+      content: digests of the arrays, or of all of them in one.
       digest: files of equal head and content have equal ones.
     """
 
@@ -55,44 +63,82 @@ class StateFile:
     @property
     def nbytes(self) -> int:
         """Of all arrays."""
-        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.shapes.values())
+        return sum(map(self.size, self.shapes))
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays, each read once.
+    def size(self, name: str) -> int:
+        """Bytes of an array."""
+        dtype, shape = self.shapes[name]
+        return math.prod(shape) * dtype.itemsize
+
+    def arrays(self, mapped: Collection[str] = ()) -> dict[str, np.ndarray]:
+        """The arrays, each read once; those to be ``mapped`` are not read, and not checked.
 
         Raises:
           StateError: they are not what was written.
         """
-        sha, arrays = hashlib.sha256(), {}
+        arrays = {}
         try:
             with self.path.open("rb") as file:
-                for name, (dtype, shape) in sorted(self.shapes.items()):
-                    raw = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
-                    file.seek(self.begins[name])
-                    if file.readinto(raw) != raw.nbytes:  # type: ignore[arg-type]
-                        raise DamagedError(self.call, "it ended early")
-                    sha.update(name.encode())
-                    sha.update(raw.data)
+                for name, (dtype, shape) in self.shapes.items():
+                    begin, size = self.begins[name], self.size(name)
+                    raw: np.ndarray
+                    if name in mapped:
+                        raw = np.memmap(file, np.uint8, "r", begin, size)
+                    else:
+                        raw = np.empty(size, np.uint8)
+                        file.seek(begin)
+                        if file.readinto(raw) != size:  # type: ignore[arg-type]
+                            raise DamagedError(self.call, "it ended early")
                     arrays[name] = raw.view(dtype).reshape(shape)
         except OSError as error:
             raise unreadable(self.call, error) from error
-        if sha.hexdigest() != self.content:
+        if not self._sound({name: x for name, x in arrays.items() if name not in mapped}):
             raise DamagedError(self.call, "its content is not what was written")
         return arrays
 
+    def _sound(self, arrays: Mapping[str, np.ndarray]) -> bool:
+        raw = {name: as_bytes(value) for name, value in arrays.items()}
+        if self.head["version"] < EACH:
+            return content_of(raw) == self.content
+        right = json.loads(self.content)
+        return all(right.get(name) == sha(x) for name, x in raw.items())
 
-def encoded(head: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """A whole file."""
-    import safetensors.numpy  # here, so that importing kvjax stays cheap
 
-    raw = {name: np.ascontiguousarray(value).reshape(-1).view(np.uint8) for name, value in arrays.items()}
-    sha = hashlib.sha256()
-    for name in sorted(raw):
-        sha.update(name.encode())
-        sha.update(raw[name].data)
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def sha(*pieces: Any) -> str:
+    """SHA-256 of some bytes, one after the other."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def content_of(raw: Mapping[str, np.ndarray]) -> str:
+    """One digest of all arrays and their names, as files before version 5 have it."""
+    return sha(*(piece for name in sorted(raw) for piece in (name.encode(), raw[name].data)))
+
+
+def encoded(head: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
+    """A whole file, piece by piece. (The safetensors package does not let one say where an array begins.)"""
+    raw = {name: as_bytes(value) for name, value in arrays.items()}
     shapes = {name: [str(value.dtype), list(value.shape)] for name, value in arrays.items()}
-    words = {"head": json.dumps(head), "shapes": json.dumps(shapes), "content": sha.hexdigest()}
-    return safetensors.numpy.save(raw, words | {"digest": digest(words)})  # type: ignore[no-any-return]
+    content = json.dumps({name: sha(x.data) for name, x in raw.items()})
+    words = {"head": json.dumps(head), "shapes": json.dumps(shapes), "content": content}
+    order = sorted(raw, key=lambda name: (raw[name].nbytes % ALIGNED > 0, name))
+    header: dict[str, Any] = {"__metadata__": words | {"digest": digest(words)}}
+    end = 0
+    for name in order:
+        begin, end = end, end + raw[name].nbytes
+        header[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNED)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for name in order:
+        yield raw[name].data
 
 
 def digest(words: Mapping[str, str]) -> str:
@@ -119,6 +165,7 @@ def open_file(call: str, path: Path) -> StateFile:
         words = stored.pop("__metadata__")
         head, shapes = json.loads(words["head"]), json.loads(words["shapes"])
         ours = head["format"] == FORMAT and type(head["version"]) is int and isinstance(words["digest"], str)
+        ours = ours and (head["version"] < EACH or isinstance(json.loads(words["content"]), dict))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{call} is not a saved state. Give a file that save wrote.") from error
     if not ours:

@@ -13,9 +13,10 @@ from kvjax.types import Weighted
 from kvjax.weights import fingerprint
 
 FORMAT = "kvjax-state"
-VERSION = 4
+VERSION = 5
 """The version that is written, and the newest that can be read. 1 was a whole state, 2 a part of one; their
-digest leaves out the head. Up to 3 what a selection keeps for a page is float32."""
+digest leaves out the head. Up to 3 what a selection keeps for a page is float32; up to 4 all arrays have one
+digest."""
 
 
 class StateError(UserError):

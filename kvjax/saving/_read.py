@@ -19,6 +19,7 @@ from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache, reshard, with_host
 from kvjax.saving import _device_parts as device_parts
+from kvjax.saving import _mapping
 from kvjax.saving._atomic import PARTS
 from kvjax.saving._file import StateFile, open_file
 from kvjax.saving._format import StateError, check, named_scales, places
@@ -55,8 +56,15 @@ def open(
     label: str | None = None,
     mesh: Mesh | str | None = None,
     most_bytes: int | None = None,
+    host: str | None = None,
 ) -> Saved:
     """Reads a state that ``save`` wrote, for the model that made it.
+
+    With ``host="file"`` keys and values of full pages stay where a selection chooses among them, in the file,
+    which is mapped and not read: a step reads what it chose. That is for CPUs, for a state of one file, made
+    under a policy with ``host``. The file must stay as it is while the state lives (a file that ``save``
+    puts in its place is another one); damage in what is mapped is not noticed. What is written later lies in
+    memory, and so do the keys, or their codes, of a selection that ranks by keys: they are read once.
 
     Args:
       path: the file or folder.
@@ -64,12 +72,14 @@ def open(
       policy: the policy that will continue it, checked; None takes the one it was made under.
       label: of the learned weights that will be used, checked if given.
       mesh: devices to shard it over, whatever it was saved from; by default those of the model.
-      most_bytes: that its caches may take, checked before they are made.
+      most_bytes: that its caches may take in memory, checked before they are made.
+      host: "file", or None to read everything.
 
     Raises:
       StateError: no such file; one that is not a state, is cut off, damaged, or of a newer format; a folder
         that lacks a part; a state of another model, dtype, policy structure, or of other learned weights;
-        sizes that no state of this model has, or that need more than ``most_bytes``.
+        sizes that no state of this model has, or that need more than ``most_bytes``; a state, device or
+        ``host`` for which nothing can be mapped.
       MeshError: a mesh that does not divide its rows, or the model's heads; processes that were given
         different things.
     """
@@ -86,10 +96,11 @@ def open(
     head = files[0].head
     saved_policy = check(str(path), head, model, policy, label)
     parts, rows = _parts(files, saved_policy, model)
+    far = [] if host is None else _mapping.mapped(call, host, files, saved_policy, target)
     experts = getattr(network, "num_experts", None)
     target.check(call, rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads, experts=experts)
     try:
-        arrays = _arrays(parts, saved_policy, most_bytes)
+        arrays = _arrays(parts, saved_policy, most_bytes, far)
     except StateError as error:
         check_consistent("open", target, {"the content": str(error)})
         raise
@@ -103,14 +114,24 @@ def open(
         empty = jax.eval_shape(shapes) if sizes["summary"] else None
         leaves = [own[f"summary.{i}"] for i in range(sizes["summary"])]
         storages = (Native(), saved_policy.storage)[-len(sizes["pools"]) :]
+        kept = [_under(own, f"pages.{kind}.") for kind in range(len(sizes["pools"]))]
+        page = sizes["pools"][0]["size"] if kept else 0
+        is_mapped = f"{index}.pages.0.k" in far and _mapping.full_pages(kept[0], page).any()
+        taken = [_mapping.without(kept[0], page)] if is_mapped else kept
         pools = [
-            _take_pages(_under(own, f"pages.{kind}."), size, storage, dim, ring.k.dtype)
-            for kind, (size, storage) in enumerate(zip(sizes["pools"], storages))
+            _take_pages(of_pool, size, storage, dim, ring.k.dtype)
+            for of_pool, size, storage in zip(taken, sizes["pools"], storages)
         ]
         bare = LayerCache(
             ring=ring, pages=None, summary=jax.tree.unflatten(jax.tree.structure(empty), leaves)
         )
-        layers.append(bare.with_pools(pools))
+        layer = bare.with_pools(pools)
+        if is_mapped:
+            near = saved_policy.near(head["context"], index)
+            assert near is not None
+            hosted = _mapping.hosted(kept[0], pools[0], near, storages[0])
+            layer = dataclasses.replace(layer, hosted=hosted)
+        layers.append(layer)
     named: dict[str, Any] = {n: arrays.get(n) for n in ("length", "total", "peak", "confidence")}
     state = KVState(
         layers=tuple(layers),
@@ -267,17 +288,20 @@ def _parts(files: Sequence[StateFile], policy: Policy, model: Weighted) -> tuple
     return parts, whole[0]
 
 
-def _arrays(parts: Sequence[_Part], policy: Policy, most_bytes: int | None) -> dict[str, np.ndarray]:
-    """The arrays of the whole state, which are what the head says."""
+def _arrays(
+    parts: Sequence[_Part], policy: Policy, most_bytes: int | None, far: Sequence[str] = ()
+) -> dict[str, np.ndarray]:
+    """The arrays of the whole state, which are what the head says; those that stay ``far`` are mapped."""
     call, head = parts[0].file.call, parts[0].file.head
-    stored = sum(part.file.nbytes for part in parts)
+    stays = sum(part.file.size(name) for part in parts for name in far)
+    stored = sum(part.file.nbytes for part in parts) - stays
     _check_room(call, stored, most_bytes)
-    read = [part.file.arrays() for part in parts]
+    read = [part.file.arrays(far) for part in parts]
     written = max(int(arrays["length"].max()) for arrays in read)
     sizes = [
         check_content(call, arrays, part.wanted, head, policy, written) for part, arrays in zip(parts, read)
     ]
-    _check_room(call, sum(sizes), most_bytes)
+    _check_room(call, sum(sizes) - stays, most_bytes)
     blocks = [(part.block, arrays) for part, arrays in zip(parts, read) if part.block is not None]
     return device_parts.join(blocks, head["layers"]) if blocks else read[0]
 

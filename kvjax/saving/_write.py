@@ -140,7 +140,7 @@ def _write(path: Path, arrays: dict[str, np.ndarray], head: dict[str, Any]) -> N
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(encoded(head, arrays))
+            file.writelines(encoded(head, arrays))
             file.flush()
             os.fsync(file.fileno())
         replace(Path(beside), path)
