@@ -4,7 +4,7 @@ python -m studies.from_file --out results/from_file
 
 A constructed model reads 262,144 tokens of noise with eight facts in it, and the state is saved once. Two
 fresh processes open it, one with ``host="file"``, one in memory, and ask for every fact. Resident memory is
-anonymous (``RssAnon`` of Linux): pages that the system keeps of a mapped file can be dropped at any time.
+anonymous (``RssAnon`` of Linux): the system may drop what it keeps of a mapped file at any time.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def written(file: Path, tokens: int) -> dict[str, float]:
             [ids],
             context=tokens + 1024,
             chunk_size=CHUNK,
-            progress=lambda done, total: bar.update(done - bar.n),
+            progress=show,
         )
     jax.block_until_ready(state)
     read = time.perf_counter()
