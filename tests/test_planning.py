@@ -147,6 +147,15 @@ def test_a_real_state_is_as_large_as_planned(policy):
     assert _estimate.resident(planned).weights == sum(x.nbytes for x in jax.tree.leaves(one.params))
 
 
+def test_what_lies_in_host_memory_is_chosen_by_a_step_and_brought_by_a_piece():
+    planned = case("quest(chunks=32, chunk=64, dense=0) + host(cache=0.03)")
+    slot, layers = 2 * 128 * 2 + 4, 32  # keys, values and a position
+    step, piece = (_estimate.resident(planned, reading=reading).linked for reading in (False, True))
+    assert step == planned.device_heads * layers * 32 * 64 * slot
+    assert piece / (planned.device_heads * layers * LONG * slot) == pytest.approx(1, rel=0.01)
+    assert _estimate.resident(case("quest(chunks=32, chunk=64, dense=0)")).linked == 0
+
+
 def test_a_prompt_that_is_fed_twice_takes_a_full_cache_while_it_is_read():
     read = Compiled(case=case("snapkv + uniform(0.25)"), program=program(), reading=True)
     once, twice = (

@@ -38,6 +38,8 @@ class Bytes:
       temporary: between operations, with results that reuse no argument.
       code: of the program.
       host: in host memory, full pages; not of the device.
+      linked: over the link to host memory: what a step chooses of these pages, of which it brings what the
+        device's cache has not; or all of them, which each piece of a prompt brings.
     """
 
     weights: int
@@ -48,6 +50,7 @@ class Bytes:
     temporary: int = 0
     code: int = 0
     host: int = 0
+    linked: int = 0
 
     @property
     def total(self) -> int:
@@ -64,6 +67,7 @@ def resident(case: Deployment, *, reading: bool = False) -> Bytes:
         allocated=sum(layer.allocated for layer in layers),
         live=sum(layer.live for layer in layers),
         host=sum(layer.host for layer in layers),
+        linked=sum(layer.brought if reading else layer.chosen for layer in layers),
     )
 
 

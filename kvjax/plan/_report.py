@@ -44,6 +44,8 @@ def lines(question: Question, plan: DevicePlan) -> Iterator[str]:
         yield f"{name:18} {' '.join(cells)}"
     if plan.decoding.host:
         yield f"{'in host memory':18} {plan.decoding.host / GIB:9.3f}"
+        link = " ".join(f"{x.linked / GIB:9.3f}" if x else f"{'-':>9}" for x in both)
+        yield f"{'over its link':18} {link}  at most, a step and a piece of the prompt"
     yield f"{'of':18} {chip.memory / GIB:9.3f} {chip.memory / GIB:9.3f}  {chip.remark}".rstrip()
     verdicts = ["fits" if x and x.total <= chip.memory else "too much" for x in both]
     yield f"{'':18} {verdicts[0]:>9} {verdicts[1]:>9}"
