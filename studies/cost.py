@@ -43,8 +43,8 @@ POLICIES = (
     "kvzap(-5.5, window=128)",
     "kvzap_scores + uniform(0.25)",
     "fast_kvzip + uniform(0.25)",
-    "kvzip + uniform(0.25)",
-    "kvzip(output=True) + overall(0.25)",
+    "kvzip(instruction=(5, 7)) + uniform(0.25)",
+    "kvzip(output=True, instruction=(5, 7)) + overall(0.25)",
 )
 
 

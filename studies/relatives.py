@@ -36,6 +36,10 @@ PAIRS = (
     ("fast_kvzip(4) + overall(0.1)", "kvzip(2048) + overall(0.1)"),
     ("fast_kvzip(4) + uniform(0.1) + recent(32)", "kvzip(2048) + uniform(0.1)"),
     ("kvzap_scores + ada(0.1) + sinks(4) + recent(32)", "kvzip(2048) + overall(0.1)"),
+    ("fast_kvzip(4) + overall(0.1)", "kvp(4) + uniform(0.1)"),
+    ("fast_kvzip(4) + uniform(0.1) + recent(32)", "kvp(4) + uniform(0.1)"),
+    ("fast_kvzip(4) + overall(0.25)", "kvp(4) + uniform(0.25)"),
+    ("fast_kvzip(4) + uniform(0.25) + recent(32)", "kvp(4) + uniform(0.25)"),
     ("kvp(4) + uniform(0.1)", "kvzip(2048) + uniform(0.1)"),
     ("trim_kv + uniform(0.1) + sinks(4) + recent(16)", "kvp(4) + uniform(0.1)"),
     (
