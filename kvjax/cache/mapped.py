@@ -85,7 +85,7 @@ def has_mapped(tree: Any) -> bool:
     return any(layer.hosted is not None and layer.hosted.mapped for layer in layers)
 
 
-def apart(tree: Any) -> tuple[Any, list[dict[str, Any]]]:
+def without_mapped(tree: Any) -> tuple[Any, list[dict[str, Any]]]:
     """The tree without what is mapped, and that."""
     far: list[dict[str, Any]] = []
 
@@ -98,8 +98,8 @@ def apart(tree: Any) -> tuple[Any, list[dict[str, Any]]]:
     return jax.tree.map(without, tree, is_leaf=_is_mapped), far
 
 
-def together(tree: Any, far: Sequence[dict[str, Any]]) -> Any:
-    """``apart`` undone."""
+def with_mapped(tree: Any, far: Sequence[dict[str, Any]]) -> Any:
+    """``without_mapped`` undone."""
     rest = iter(far)
     return jax.tree.map(
         lambda node: dataclasses.replace(node, **next(rest)) if _is_mapped(node) else node,
@@ -131,8 +131,8 @@ class jit:  # noqa: N801, it is jax.jit
         self._at = names.index(donate)
 
         def beside(far: Any, *args: Any, **named: Any) -> Any:
-            args = (*args[: self._at], together(args[self._at], far), *args[self._at + 1 :])
-            return apart(function(*args, **named))[0]
+            args = (*args[: self._at], with_mapped(args[self._at], far), *args[self._at + 1 :])
+            return without_mapped(function(*args, **named))[0]
 
         self._beside = jax.jit(
             beside,
@@ -146,5 +146,5 @@ class jit:  # noqa: N801, it is jax.jit
         args = (*args, *(named.pop(name) for name in self._names[len(args) : self._at + 1]))
         if not has_mapped(args[self._at]):
             return self._plain(*args, **named)
-        given, far = apart(args[self._at])
-        return together(self._beside(far, *args[: self._at], given, *args[self._at + 1 :], **named), far)
+        given, far = without_mapped(args[self._at])
+        return with_mapped(self._beside(far, *args[: self._at], given, *args[self._at + 1 :], **named), far)

@@ -18,6 +18,9 @@ from kvjax.saving._format import StateError, named_scales
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import EMPTY
 
+OF_PAGES = ("scales", "summary.")
+"""How the names of arrays begin that have a value for each page."""
+
 
 def mapped(call: str, host: str, files: Sequence[StateFile], policy: Policy, mesh: Mesh) -> list[str]:
     """Names of the arrays that stay in the file.
@@ -74,9 +77,6 @@ def without(arrays: Mapping[str, np.ndarray], size: int) -> dict[str, np.ndarray
     length = arrays["length"].copy()
     length[:, :, -1] %= size
     return {**arrays, **of_slots, **of_pages, "length": length}
-
-
-OF_PAGES = ("scales", "summary.")
 
 
 def _stays(length: np.ndarray, size: int, of_pages: bool = False) -> np.ndarray:
