@@ -159,7 +159,7 @@ def live(policy: Policy, on: Mesh, kv_heads: int = 8) -> Life:
         logits_read.append(on.read(logits))
     kept.append(on.read(metrics.present(state)))
     metrics.nbytes(state)
-    decode.reserve(policy, state, 1, 1)  # raises if a pool was too small
+    state = decode.reserve(policy, state, 1, 1)  # raises if a pool was too small
     return Life(np.stack(logits_read), np.stack(text), kept, state)
 
 
@@ -201,6 +201,17 @@ def moved(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, Any]:
     text = compiler.compiled_in_full(program).as_text()
     met = [match for line in text.splitlines() if (match := COLLECTIVE.search(line))]
     return {"moved": [f"{one[2]} [{shape}]" for one in met for shape in SHAPE.findall(one[1])]}
+
+
+def hosted(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, Any]:
+    """How many numbers differ, to the bit, between pages in host memory and the same mesh without."""
+    here, there = (live(one, on, kv_heads) for one in (policy, kvjax.policy(f"{policy!r} + host(cache=0.5)")))
+    owned = [int(on.read(x.hosted.owned).sum()) for x in there.state.layers if x.hosted is not None]
+    return {
+        "logits": int((here.logits != there.logits).sum()),
+        "kept": [int((a != b).sum()) for a, b in zip(here.kept, there.kept)],
+        "owned": owned,
+    }
 
 
 SHAPE = re.compile(r"\w+\[([\d,]*)\]")
@@ -260,6 +271,7 @@ def main() -> None:
     parser.add_argument("--moved", action="store_true", help="what a step brings from device to device")
     parser.add_argument("--saved", action="store_true", help="save on the first mesh, open on each")
     parser.add_argument("--measured", action="store_true", help="what evaluations look at")
+    parser.add_argument("--hosted", action="store_true", help="pages in host memory, and the mesh without")
     parser.add_argument("--experts", action="store_true", help="a model with experts and attention sinks")
     arguments = parser.parse_args()
     if arguments.experts:
@@ -274,6 +286,10 @@ def main() -> None:
             continue
         if arguments.moved:
             line = moved(policy, kvjax.mesh(arguments.mesh[0]), arguments.heads)
+            print(json.dumps({"policy": repr(policy)} | line), flush=True)
+            continue
+        if arguments.hosted:
+            line = hosted(policy, kvjax.mesh(arguments.mesh[0]), arguments.heads)
             print(json.dumps({"policy": repr(policy)} | line), flush=True)
             continue
         if arguments.measured:

@@ -22,6 +22,7 @@ import tiny
 
 import kvjax
 from kvjax import launch, layer
+from kvjax.cache import hosted as hosting
 from kvjax.cli import InputError
 from kvjax.eval import commands
 from kvjax.models import hf
@@ -104,6 +105,30 @@ def test_no_step_moves_a_pool_between_devices():
         assert one["moved"].count("all-reduce [2,1,32]") == 5, one
         odd = [x for x in one["moved"] if not re.fullmatch(r"all-\w+ \[(\d+(,\d+)?|\d+,1,\d+)\]", x)]
         assert not odd, one
+
+
+HOSTED = (
+    "quest(3, chunk=4, dense=1, recent=8)",
+    "topk(5, sinks=2, tail=6)",
+    "quest(3, chunk=4, dense=0, recent=8) + int8(8)",
+    "snapkv(8) + quest(2, chunk=4, dense=0, recent=8) + uniform(30)",
+    "write_gate(0.5, window=16) + quest(2, chunk=4, dense=0, recent=8) + sinks(2)",
+    "topk(5, sinks=2, tail=6) + phi(4)",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(hosting.absent()), reason=hosting.absent())
+@pytest.mark.parametrize(
+    "words", [("data=2,tensor=4",), ("tensor=2,context=2", "--heads", "2")], ids=["tensor", "context"]
+)
+def test_pages_in_host_memory_change_nothing_on_a_mesh_either(words):
+    lines = lived(*words, "--hosted", "--only", *HOSTED)
+    assert len(lines) == len(HOSTED)
+    for one in lines:
+        assert one["logits"] == 0, one
+        assert one["kept"] == [0, 0], one
+        assert min(one["owned"]) > 0, one
 
 
 @pytest.mark.slow

@@ -152,6 +152,9 @@ def test_what_lies_in_host_memory_is_chosen_by_a_step_and_brought_by_a_piece():
     slot, layers = 2 * 128 * 2 + 4, 32  # keys, values and a position
     step, piece = (_estimate.resident(planned, reading=reading).linked for reading in (False, True))
     assert step == planned.device_heads * layers * 32 * 64 * slot
+    # A minimum and a maximum of the keys of a page, of a pool that has room for the whole context.
+    index, host = (getattr(_estimate.resident(planned), name) for name in ("index", "host"))
+    assert index / host == pytest.approx(2 * 128 * 2 / (64 * slot), rel=1e-6)
     assert piece / (planned.device_heads * layers * LONG * slot) == pytest.approx(1, rel=0.01)
     assert _estimate.resident(case("quest(chunks=32, chunk=64, dense=0)")).linked == 0
 
@@ -347,6 +350,7 @@ GOOD = "--model llama-3.1-8b --policy full --context 4096 --rows 4 --tpu v5e:2x2
         ("--context 200000", "more than the model's 131072 positions"),
         ("--model llama-9", "is neither the name of a model nor a folder"),
         ("--policy nothing", "nothing"),
+        ("--rows 1 --policy quest(512,chunk=1,dense=0)+host(cache=0.2)", "99 % of the"),
         ("--out nowhere/at/all.json", "there is no folder nowhere/at"),
     ],
 )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvjax.algebra import Policy, PolicyError
 from kvjax.catalogue import policy as parse_policy
@@ -40,6 +41,7 @@ class Stage:
       near: a policy of the stage before takes part if it was at most so many points behind the front; None:
         all of them do.
       least: and if it scored at least so many percent.
+      policies: those of this stage alone; None: the config's.
     """
 
     tasks: tuple[str, ...]
@@ -48,6 +50,7 @@ class Stage:
     seed: int
     near: float | None = None
     least: float = 0.0
+    policies: Mapping[str, Sources] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,15 +80,11 @@ def read(file: Path) -> FrontierConfig:
 
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-        stages = tuple(
-            Stage(**stage | {"tasks": tuple(stage["tasks"]), "lengths": tuple(stage["lengths"])})
-            for stage in tree["stages"]
-        )
-        entries = [entry if isinstance(entry, dict) else {"policy": entry} for entry in tree["policies"]]
+        stages = tuple(_stage(stage) for stage in tree["stages"])
         config = FrontierConfig(
             shares=tuple(float(share) for share in tree["budgets"]),
             protocols=tuple(tree["protocols"]),
-            policies={entry["policy"]: entry.get("weights") for entry in entries},
+            policies=_templates(tree["policies"]),
             stages=stages,
         )
     except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
@@ -94,6 +93,18 @@ def read(file: Path) -> FrontierConfig:
     if not all(0 < share <= 1 for share in config.shares) or not stages:
         raise EvalError(f"--config {file}: budgets must be shares in (0, 1], and there must be a stage.")
     return config
+
+
+def _stage(tree: dict[str, Any]) -> Stage:
+    own = _templates(tree["policies"]) if "policies" in tree else None
+    tuples = {name: tuple(tree[name]) for name in ("tasks", "lengths")}
+    return Stage(**tree | tuples | {"policies": own})
+
+
+def _templates(entries: Sequence[Any]) -> dict[str, Sources]:
+    """Weights by template; an entry is a template, or one with ``weights``."""
+    named = [entry if isinstance(entry, dict) else {"policy": entry} for entry in entries]
+    return {entry["policy"]: entry.get("weights") for entry in named}
 
 
 def slots(template: str, share: float, length: int, head_dim: int) -> int:
@@ -124,6 +135,8 @@ def policies(
         for share in config.shares if NUMBER.search(template) else (None,):
             try:
                 number = 0 if share is None else slots(template, share, length, model.network.head_dim)
+                if number >= length:  # codes so small that these bytes hold every token
+                    continue
                 policy = parse_policy(filled(template, number))
                 if policy.learned:
                     find(policy, model, sources(policy, weights))
@@ -163,7 +176,10 @@ def run(
     for number, stage in enumerate(config.stages[:last], start=1):
         start = time.perf_counter()
         count = samples or stage.samples
-        grids, notes, named = _grids(config, stage, model, data, count, chosen)
+        of_stage = config
+        if stage.policies is not None:
+            of_stage, chosen = dataclasses.replace(config, policies=stage.policies), None
+        grids, notes, named = _grids(of_stage, stage, model, data, count, chosen)
         for note in dict.fromkeys(notes):
             say(f"note: {note}")
         if not grids:

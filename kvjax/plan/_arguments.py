@@ -94,7 +94,7 @@ def parse(argv: Sequence[str]) -> Question:
 
     Raises:
       InputError: an unknown word, a number out of range, no such chip or topology, another number of devices
-        than the mesh has, a missing share.
+        than the mesh has, a missing share, pages in host memory whose index is too large.
       MeshError: a mesh that does not divide the rows or the model's heads.
       ModelError: no such model.
       PolicyError: a policy that cannot be built.
@@ -124,6 +124,7 @@ def parse(argv: Sequence[str]) -> Question:
     check(case)
     case = dataclasses.replace(case, mesh=_mesh(case, options.mesh, topology, devices))
     check(case)
+    estimate.refuse_large_index(case)
     return Question(**vars(options), case=case, chip=chip, topology=topology, chosen=options.mesh is None)
 
 

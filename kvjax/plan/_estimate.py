@@ -11,12 +11,13 @@ import jax.numpy as jnp
 
 from kvjax import catalogue
 from kvjax.algebra import PolicyError
+from kvjax.cli import InputError
 from kvjax.plan import _shapes as shapes
 from kvjax.plan._deployment import Deployment, check
 from kvjax.plan._programs import Compiled
 from kvjax.sharding.mesh import Mesh, MeshError
 from kvjax.sharding.specs import AXES, DATA
-from pallas_kernels.measure.chips import Chip
+from pallas_kernels.measure.chips import GIB, Chip
 
 STEP = 1024
 """Contexts are searched in steps of so many tokens."""
@@ -38,6 +39,7 @@ class Bytes:
       temporary: between operations, with results that reuse no argument.
       code: of the program.
       host: in host memory, full pages; not of the device.
+      index: of what is allocated, what selections choose these pages by.
       linked: over the link to host memory: what a step chooses of these pages, of which it brings what the
         device's cache has not; or all of them, which each piece of a prompt brings.
     """
@@ -50,6 +52,7 @@ class Bytes:
     temporary: int = 0
     code: int = 0
     host: int = 0
+    index: int = 0
     linked: int = 0
 
     @property
@@ -67,8 +70,21 @@ def resident(case: Deployment, *, reading: bool = False) -> Bytes:
         allocated=sum(layer.allocated for layer in layers),
         live=sum(layer.live for layer in layers),
         host=sum(layer.host for layer in layers),
+        index=sum(layer.index for layer in layers),
         linked=sum(layer.brought if reading else layer.chosen for layer in layers),
     )
+
+
+def refuse_large_index(case: Deployment) -> None:
+    """Raises InputError: what a selection chooses by takes more than half of what host memory spares."""
+    held = resident(case)
+    if held.index > held.host / 2:
+        raise InputError(
+            f"--policy '{case.policy!r}': on each device {held.index / GIB:.2f} GiB would stay that "
+            f"{case.policy.selection!r} chooses by, {100 * held.index / held.host:.0f} % of the "
+            f"{held.host / GIB:.2f} GiB that host memory spares; more than half is not worth it. Choose "
+            "larger units, for example quest(chunk=64), or leave host out."
+        )
 
 
 def bytes_like(case: Deployment, compiled: Compiled) -> Bytes:

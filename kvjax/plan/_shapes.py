@@ -150,6 +150,7 @@ class LayerSize:
       host: bytes of full pages in host memory, of each device.
       chosen: of these, bytes that a step chooses, and brings where the device's cache has none of them.
       brought: bytes of a whole list, which a piece of a prompt brings.
+      index: bytes that the device keeps of pages in host memory for the selection to choose by.
     """
 
     cache: LayerCache
@@ -160,6 +161,7 @@ class LayerSize:
     host: int = 0
     chosen: int = 0
     brought: int = 0
+    index: int = 0
 
 
 def layer_sizes(case: Deployment, *, reading: bool = False) -> tuple[LayerSize, ...]:
@@ -214,12 +216,13 @@ def _layer_size(
         pools.append(jax.eval_shape(resize, pages))
     cache = cache.with_pools(pools)
     cache = mesh.shapes(cache, of_state(cache))
-    host = chosen = 0
+    host = chosen = index = 0
     if near is not None:
         shapes = hosting.shapes(cache.pages, near, mesh)
         cache = dataclasses.replace(cache, hosted=hosting.sharded(mesh, shapes))
         slot = metrics.page_costs(cache.pages)[0]
-        host = host_bytes(cache.hosted)
+        host, far = host_bytes(cache.hosted), cache.hosted
+        index = device_bytes((far.keys, far.key_scales, far.summary))
         chosen = heads * min(case.policy.selection.most_units(case.context) * near.unit, full[0]) * slot
     ring, summary = cache.ring, device_bytes(cache.summary)
     ring_slots = heads * min(case.context, ring.window)
@@ -242,6 +245,7 @@ def _layer_size(
         host=host,
         chosen=chosen,
         brought=heads * full[0] * slot if near is not None else 0,
+        index=index,
     )
 
 

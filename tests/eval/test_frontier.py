@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import types
 
 import eval_rows
 import numpy as np
@@ -123,12 +124,44 @@ def test_the_picture_is_drawn(tmp_path):
 
 def test_the_shipped_plan_is_one_and_its_templates_are_written_well():
     plan = frontier.read(frontier.EXAMPLE)
-    assert [stage.samples for stage in plan.stages] == [25, 200, 50]
+    assert [stage.samples for stage in plan.stages] == [25, 200, 50, 25]
     assert len(plan.shares) == 3
     assert 2048 in plan.stages[2].lengths
-    for template in plan.policies:
+    for template in (*plan.policies, *plan.stages[3].policies):
         if "phi" not in template:  # maps may be there or not
             kvjax.policy(frontier.filled(template, 200))
+
+
+def test_a_stage_may_have_policies_of_its_own(tmp_path):
+    stage = "{tasks: [niah_word], lengths: [256], samples: 1, seed: 0"
+    (tmp_path / "plan.yaml").write_text(
+        f"budgets: [0.5]\nprotocols: [aware]\nstages:\n  - {stage}}}\n  - {stage}, policies: [int8, "
+        "{policy: 'write_gate(0.2)', weights: {write_gate: aggressive}}]}\npolicies: ['knorm + uniform({n})']"
+    )
+    plan = frontier.read(tmp_path / "plan.yaml")
+    assert [*plan.policies] == ["knorm + uniform({n})"]
+    first, second = plan.stages
+    assert first.policies is None
+    assert second.policies == {"int8": None, "write_gate(0.2)": {"write_gate": "aggressive"}}
+
+
+def test_codes_whose_bytes_hold_every_token_have_no_budget_to_set():
+    model = types.SimpleNamespace(network=types.SimpleNamespace(head_dim=DIM))
+    plan = dataclasses.replace(
+        frontier.read(frontier.EXAMPLE), policies={"snapkv + int4(32) + uniform({n})": None}
+    )
+    usable, missing = frontier.policies(plan, 512, model)
+    assert missing == []
+    assert [name.partition(" @ ")[2] for name in usable] == ["0.15", "0.3"]
+
+
+def test_a_picture_names_at_most_twelve_families():
+    many = [
+        (f"snapkv({n}) + uniform({4 * n})", n / 128, [1.0] * n + [0.0] * (128 - n)) for n in range(66, 96, 2)
+    ]
+    groups = [*front.points(rows(("full", 1.0, [1.0] * 128), *many), DIM).values()]
+    named = front._worth_naming(groups)
+    assert len(named) == front.MOST_NAMED < len({p.family for p in groups[0]})
 
 
 @pytest.mark.parametrize(

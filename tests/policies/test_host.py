@@ -247,7 +247,7 @@ def test_a_step_copies_no_pool():
         ("host", "every read visits everything"),
         ("int8 + host", "Add a selection"),
         ("draft(quest(chunks=8)) + host", "every read visits everything"),
-        ("magicpig(3, 12) + host", "reads its whole list"),
+        ("magicpig(3, 12) + host", "24 bytes of each token that it compares would stay"),
         ("quest + tova + uniform(64, every_step) + host", "evicts while decoding"),
         ("topk(5) + kivi(2) + host", "codes groups of tokens"),
         ("write_gate(0.5, window=16) + topk(5) + phi(4) + host", "Leave one of the three out"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ from kvjax.weights import DEFAULT
 
 PROTOCOLS = {"agnostic": "question unseen", "aware": "question seen", LONG: "long answers"}
 OTHERS = "all others (results.jsonl has every cell)"
-NEAR, LEAST = 5, 50
-"""Pictures name a family that is within so many points of the front and above so many percent."""
+NEAR, LEAST, MOST_NAMED = 5, 50, 12
+"""Pictures name families within so many points of the front and above so many percent, at most so many."""
 SLACK = 1.02
 """Bytes up to 2 % over a budget count as equal to it."""
 
@@ -156,11 +157,18 @@ def near(points: Sequence[Point], behind: float, least: float) -> list[Point]:
     return [p for p in points if p.score >= max(least, best_below(points, p.share) - behind)]
 
 
+def _worth_naming(groups: Sequence[Sequence[Point]]) -> list[str]:
+    """Families that are near the front; of too many those that are on it in most groups."""
+    on_it = collections.Counter(p.family for group in groups for p in front(group))
+    there = {p.family for group in groups for p in near(group, NEAR, LEAST)}
+    return sorted(sorted(there, key=lambda family: (-on_it[family], family))[:MOST_NAMED])
+
+
 def draw(results: Results, head_dim: int, file: Path) -> Path:
     """One panel a length and protocol: every point, the front as a line; families near it by name."""
     plt = pyplot()
     by_key = points(results, head_dim)
-    named = sorted({p.family for group in by_key.values() for p in near(group, NEAR, LEAST)})
+    named = _worth_naming(list(by_key.values()))
     styles = {family: style(number) for number, family in enumerate(named)}
     figure, axes = panels(plt, len(by_key), 2, (5.2, 3.2), top=0.3 + 0.08 * len(named))
     handles: dict[str, Any] = {}
