@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,13 +12,13 @@ import pytest
 import tiny
 
 import kvjax
-from kvjax import decode
+from kvjax import decode, loading
 from kvjax.cli import InputError
 from kvjax.models import published
 from kvjax.models.decoder import shapes
 from kvjax.models.hf_config import ModelError
 from kvjax.plan import __main__ as command
-from kvjax.plan import _arguments, _estimate, _plan, _programs, _shapes
+from kvjax.plan import _arguments, _estimate, _hits, _plan, _programs, _report, _shapes
 from kvjax.plan._deployment import Deployment, check
 from kvjax.plan._programs import Collective, Compiled, Program, collectives
 from kvjax.sharding.mesh import MeshError
@@ -157,6 +158,67 @@ def test_what_lies_in_host_memory_is_chosen_by_a_step_and_brought_by_a_piece():
     assert index / host == pytest.approx(2 * 128 * 2 / (64 * slot), rel=1e-6)
     assert piece / (planned.device_heads * layers * LONG * slot) == pytest.approx(1, rel=0.01)
     assert _estimate.resident(case("quest(chunks=32, chunk=64, dense=0)")).linked == 0
+
+
+@pytest.fixture
+def measured_hits(tmp_path, monkeypatch) -> None:
+    """Rates of a cache of one, two and four choices, of chunks of 16 and 64 and of tokens."""
+    rows = [
+        {"selection": kind, "unit": unit, "ratio": ratio, "hits": hits + unit / 1024}
+        for kind, unit in (("quest", 64), ("quest", 16), ("topk", 1))
+        for ratio, hits in ((1.0, 0.25), (2.0, 0.5), (4.0, 0.75))
+    ]
+    (tmp_path / "hits.json").write_text(json.dumps(rows))
+    monkeypatch.setattr(loading, "embedded_folder", lambda: tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("policy", "hits"),
+    [
+        ("quest(chunks=32, chunk=64, dense=0) + host(cache=0.016)", (0.25 + 64 / 1024, 1.0)),
+        ("quest(chunks=32, chunk=64, dense=0) + host(cache=0.03)", (0.5 + 64 / 1024, 2.0)),
+        ("quest(chunks=32, dense=2) + int8(32) + host(cache=0.5)", (0.75 + 16 / 1024, 4.0)),
+        ("topk(0.02) + host(cache=0.05)", (0.5 + 1 / 1024, 2.0)),
+        ("topk_pages(0.02) + host(cache=0.05)", None),
+        ("topk(0.02)", None),
+    ],
+)
+def test_the_nearest_measured_rate_of_hits(measured_hits, policy, hits):
+    found = _hits.nearest(case(policy))
+    assert found == (hits and _hits.Hits(*hits))
+
+
+def test_a_plan_says_what_a_step_brings_at_the_measured_hits(measured_hits):
+    words = "--model llama-3.1-8b --context 131072 --rows 12 --tpu v5e:4x4 --mesh data=2,tensor=8"
+    link = 6 * 32 * 32 * 64 * (2 * 128 * 2 + 4)  # streams, layers, chunks, tokens, bytes of a slot
+
+    def said(policy: str) -> tuple[str, dict[str, Any]]:
+        question = _arguments.parse([*words.split(), "--policy", policy])
+        step = Compiled(case=question.case, program=program())
+        plan = _plan.DevicePlan(
+            kind="TPU v5 lite",
+            step=step,
+            prefill=None,
+            decoding=_estimate.bytes_like(question.case, step),
+            reading=None,
+            roofline=_estimate.roofline(question.case, step, question.chip),
+            most_rows=12,
+            most_read=0,
+            longest=LONG,
+            remedies=[],
+            wheels={},
+        )
+        return "\n".join(_report.lines(question, plan)), _report.as_json(question, plan)
+
+    text, answer = said("quest(chunks=32, chunk=64, dense=0) + host(cache=0.03)")
+    measured = "about, a step at the 56 % hits measured on the embedded model's text (cache 2 x a choice)"
+    assert f"{link / 2**30:.3f}         -  at most" in text
+    assert f"{(1 - 0.5625) * link / 2**30:.3f}            {measured}" in text
+    assert answer["hits"] == {"rate": 0.5625, "ratio": 2.0, "brought": round((1 - 0.5625) * link)}
+    text, answer = said("topk_pages(0.02) + host(cache=0.05)")
+    assert "at most" in text
+    assert "hits" not in text
+    assert answer["hits"] is None
 
 
 def test_a_prompt_that_is_fed_twice_takes_a_full_cache_while_it_is_read():

@@ -9,6 +9,7 @@ from typing import Any
 from kvjax.plan._arguments import Question
 from kvjax.plan._deployment import Deployment, uneven
 from kvjax.plan._estimate import Bytes
+from kvjax.plan._hits import nearest
 from kvjax.plan._plan import DevicePlan
 from kvjax.plan._programs import Program
 from pallas_kernels.measure.chips import GIB
@@ -46,6 +47,7 @@ def lines(question: Question, plan: DevicePlan) -> Iterator[str]:
         yield f"{'in host memory':18} {plan.decoding.host / GIB:9.3f}"
         link = " ".join(f"{x.linked / GIB:9.3f}" if x else f"{'-':>9}" for x in both)
         yield f"{'over its link':18} {link}  at most, a step and a piece of the prompt"
+        yield from _brought(question, plan)
     yield f"{'of':18} {chip.memory / GIB:9.3f} {chip.memory / GIB:9.3f}  {chip.remark}".rstrip()
     verdicts = ["fits" if x and x.total <= chip.memory else "too much" for x in both]
     yield f"{'':18} {verdicts[0]:>9} {verdicts[1]:>9}"
@@ -68,6 +70,14 @@ def lines(question: Question, plan: DevicePlan) -> Iterator[str]:
     yield f"longest context of {case.rows} rows: {plan.longest}{whole}"
     if plan.decoding.total > chip.memory:
         yield f"does not fit. What would: {'; '.join(plan.remedies) or 'nothing that was tried'}"
+
+
+def _brought(question: Question, plan: DevicePlan) -> Iterator[str]:
+    hits = nearest(question.case)
+    if hits is not None:
+        brought = f"{hits.brings(plan.decoding.linked) / GIB:9.3f}"
+        measured = f"{100 * hits.rate:.0f} % hits measured on the embedded model's text"
+        yield f"{'':18} {brought} {'':9}  about, a step at the {measured} (cache {hits.ratio:g} x a choice)"
 
 
 def _shares(case: Deployment) -> str:
@@ -107,7 +117,7 @@ def _weights(case: Deployment) -> str:
 
 def as_json(question: Question, plan: DevicePlan) -> dict[str, Any]:
     """The same as a JSON object; bytes are of one device."""
-    case, chip = question.case, question.chip
+    case, chip, hits = question.case, question.chip, nearest(question.case)
     return {
         "model": question.model,
         "policy": repr(case.policy),
@@ -128,6 +138,7 @@ def as_json(question: Question, plan: DevicePlan) -> dict[str, Any]:
         "memory": chip.memory,
         "step": _bytes(plan.decoding),
         "prefill": plan.reading and _bytes(plan.reading),
+        "hits": hits and dataclasses.asdict(hits) | {"brought": hits.brings(plan.decoding.linked)},
         "fits": {
             name: x is not None and x.total <= chip.memory
             for name, x in (("step", plan.decoding), ("prefill", plan.reading))
