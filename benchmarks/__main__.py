@@ -39,6 +39,7 @@ def _run(words: Sequence[str]) -> int:
     commands: dict[str, Callable[[Any, Sequence[str]], None]] = {
         "compile": _compile,
         "drafts": _drafts,
+        "drafted": _drafted,
         "accepted": _accepted,
         "host": _host,
         "load": _load,
@@ -89,6 +90,15 @@ def _drafts(options: arguments.Drafts, words: Sequence[str]) -> None:
         print(json.dumps(row) if options.json else drafts.line(row), flush=True)
     if options.out:
         print(results.save(options.out, "drafts", {"command": results.written_command(words), "rows": rows}))
+
+
+def _drafted(options: arguments.Drafted, words: Sequence[str]) -> None:
+    from benchmarks import drafted
+
+    cells = [(context, batch) for context in options.contexts for batch in options.batches]
+    how = {"most": options.most, "turns": options.rounds}
+    found = drafted.rows(options.size, options.drafts, cells, options.accepted, **how)
+    _said(options, words, "drafted", found, drafted.line)
 
 
 def _accepted(options: arguments.Accepted, words: Sequence[str]) -> None:

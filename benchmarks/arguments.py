@@ -100,6 +100,27 @@ class Drafts(_Rows):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Drafted(_Rows):
+    """Measure the speed of drafts beside the formula, with acceptance planted."""
+
+    size: str = option("base", "of the random model", choices=sorted(SIZES))
+    drafts: tuple[str, ...] = option(
+        ("quest(chunks=8, dense=0)", "topk(0.01)"), "a selection; several times", "SPEC", action="append",
+        flag="--draft",
+    )  # fmt: skip
+    contexts: tuple[int, ...] = option((32768,), "tokens of a row", flag="--context")
+    batches: tuple[int, ...] = option((1, 8), "rows", flag="--batch")
+    accepted: tuple[float, ...] = option((0.8,), "planted acceptance", "X,X", type=_shares)
+    most: int = option(8, "tokens of a draft", type=whole(2))
+    rounds: int = option(3, "turns of each kind")
+
+    def __post_init__(self) -> None:
+        """Raises PolicyError: a selection that cannot be built."""
+        for spec in self.drafts:
+            policy(spec)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Accepted(_Rows):
     """Measure how many drafted tokens stand in the embedded model's text."""
 
@@ -220,6 +241,7 @@ COMMANDS: dict[str, type] = {
     "host": Host,
     "compile": Compile,
     "drafts": Drafts,
+    "drafted": Drafted,
     "accepted": Accepted,
     "load": Load,
     "decode": Decode,

@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 import kvjax
-from benchmarks import drafts
+from benchmarks import drafted, drafts
 from benchmarks.random_model import SIZES
 from kvjax import decode, layer
 from kvjax.algebra import Policy, PolicyError
@@ -208,3 +208,39 @@ def test_the_table_counts_the_bytes_of_a_step():
     read = 24 * 2 * (2 * 64 * 2 * (8 * 16 + 64) + 2 * 64 * 2 * (8192 - 64) / 16)
     assert small["d"] == pytest.approx((weights + read) / (weights + cache), rel=1e-3)
     assert small["gain"]["0.8"] < 1 < large["gain"]["0.8"]
+
+
+@pytest.fixture(scope="module")
+def planted():
+    """Two rows of a random model, drafts of up to four tokens."""
+    policy = decode.with_draft(kvjax.policy("full"), f"draft({TOPK}, most=4)")
+    return drafted.Side.of(tiny.model(), policy, 1024, 900, 2)
+
+
+def test_drafted_tokens_stand_as_often_as_planted(planted):
+    """Within three deviations, independently of one another, and none or all of them exactly."""
+    _, tally = planted.piece(250, 4, 0.8)
+    judged, stood = int(tally.judged.sum()) / 2, int(tally.accepted.sum()) / 2
+    assert stood == tally.accepted[0], "rows go on together"
+    assert judged > 150
+    assert abs(stood - 0.8 * judged) < 3 * (judged * 0.8 * 0.2) ** 0.5
+    assert 250 / tally.rounds == pytest.approx(gain(stood / judged, 4, 0, 1), rel=0.1)
+    for accepted in (0.0, 1.0):
+        _, tally = planted.piece(60, 4, accepted)
+        np.testing.assert_array_equal(tally.accepted, accepted * tally.judged)
+        assert tally.judged.min() > 40
+        assert tally.rounds == (12 if accepted else 60)
+
+
+def test_prices_of_drafted_tokens_are_those_of_a_clock(planted, monkeypatch):
+    """That takes a second a plain step, half of one a draft step and two a verification."""
+
+    class Clocked(drafted.Side):
+        def piece(self, tokens, length=0, accepted=0.0):
+            _, tally = super().piece(tokens, length, accepted)
+            drafts = sum(min(length, left) for left in range(1, tokens + 1))  # nothing stands
+            return (2.0 * tokens + 0.5 * drafts if length else 1.0 * tokens), tally
+
+    side = Clocked(planted.model, planted.policy, planted.state)
+    assert drafted.prices(side, side, 1) == pytest.approx((1.0, 1.0, 0.5, 2.0))
+    planted.state = side.state
