@@ -429,9 +429,9 @@ def _refuse_beside_host(p: Policy) -> None:
         arrays = p.selection.arrays.values()
         index = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
         raise PolicyError(
-            f"{p.storage!r} does not work with {p.selection!r}, which reads its whole list; and {index} bytes "
-            "of each token that it compares would stay on the device, beside 512 of keys and values of 128 "
-            "channels at 16 bits. Use quest, topk or topk_pages, or leave host out."
+            f"{p.storage!r} does not work with {p.selection!r}, which reads its whole list; and {index} "
+            "bytes of each token that it compares would stay on the device, beside 512 of keys and values of "
+            "128 channels at 16 bits. Use quest, topk or topk_pages, or leave host out."
         )
     if p.storage.index is not None and not (p.selection.ranks_keys and p.storage.exact):
         has = f"{p.selection!r} ranks by values of a page" if p.storage.exact else "the keys are in codes"

@@ -6,6 +6,7 @@ Why: kvjax/DESIGN.md, 39.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,12 +22,22 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int, Num
 
 BROUGHT = 8
-"""Units that one copy from host memory brings: what a read misses is brought so many at a time."""
+"""Units that are brought at a time, of those that a read misses."""
+
+COPIED = 4096
+"""Bytes from which a unit is worth a copy of its own."""
 
 
 def brought(x: Num[Array, "C ..."], first: Int[Array, " J"], size: int) -> Num[Array, "J U ..."]:
-    """``size`` slots from each of these, on the device: gathered by the host's cores, sent in one copy."""
+    """``size`` slots from each of these, on the device.
+
+    A few large units are copied straight from where they lie, each by itself. Small ones, or many, are
+    gathered by the host's cores and sent in one copy.
+    """
     space = jax.memory.Space
+    if size * math.prod(x.shape[1:]) * x.dtype.itemsize >= COPIED and len(first) <= BROUGHT:
+        each = [jax.lax.dynamic_slice_in_dim(x, at, size) for at in first]
+        return jnp.stack([jax.device_put(unit, space.Device) for unit in each])
 
     @compute_on("device_host")
     @jax.jit
