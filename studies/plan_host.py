@@ -1,8 +1,8 @@
 """What pages in host memory spare on three chips and at three lengths, on paper.
 
-Steps and pieces of prompts are compiled for the chips at one length, not run, with and without ``host``. The
-bytes at the other lengths are added up from shapes, as ``kvjax.plan`` does when it looks for the longest
-context; what lies between operations is taken to grow with the context.
+Steps and pieces of prompts are compiled for the chips, not run: without ``host`` at one length, with it at
+the longest, too. The bytes at other lengths are added up from shapes, as ``kvjax.plan`` does when it looks for
+the longest context; what lies between operations is taken to grow with the context.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Any
 import jax
 
 from kvjax import catalogue, cli
+from kvjax.cache import hosted as hosting
 from kvjax.models import published
 from kvjax.plan import _estimate as estimate
 from kvjax.plan import _plan as plans
 from kvjax.plan import _programs as programs
+from kvjax.plan import _shapes as shapes
 from kvjax.plan._deployment import Deployment
 from kvjax.sharding import mesh as meshes
 from pallas_kernels.measure.chips import CHIPS, GIB
@@ -30,7 +32,8 @@ DEVICES = {"v5e": ("v5e:2x2", 4), "v6e": ("v6e:2x2", 1), "v5p": ("v5p:2x2x1", 1)
 """A topology, and on how many of its devices the heads lie: a single v5e has no room for the weights."""
 
 CONTEXTS = (32_768, 131_072, 524_288)
-COMPILED_AT = 131_072
+COMPILED_AT = {False: (131_072,), True: (131_072, 524_288)}
+"""By whether pages lie in host memory."""
 
 POLICIES = (
     "quest(chunks=32, chunk=64, dense=0)",
@@ -44,8 +47,9 @@ CACHES = {"quest": {32_768: 0.065, 131_072: 0.02, 524_288: 0.01}, "topk": dict.f
 HEAD = """\
 # Pages in host memory, on paper
 
-{model} in bfloat16, one row. Steps and pieces of prompts were compiled ahead of time at {at:,} tokens
-({wheels}); nothing here ran on a TPU. Other lengths are added up from shapes. Made by
+{model} in bfloat16, one row. Steps and pieces of prompts were compiled ahead of time ({wheels}) at
+131,072 tokens, and those with pages in host memory at 524,288, too; nothing here ran on a TPU. Other lengths
+are added up from shapes. Made by
 
     python -m studies.plan_host --out results/plan
 
@@ -85,31 +89,48 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def planned(chip: str, template: str) -> Iterator[dict[str, Any]]:
-    """A row for each context, of which one is compiled."""
+    """A row for each context, of which some are compiled."""
     topology, count = DEVICES[chip]
     devices = plans.target(topology)
     mesh = meshes.mesh(f"tensor={count}", devices=devices.devices[:count])
-    at = case(template, COMPILED_AT, mesh)
-    step = plans.compiled(functools.partial(programs.step, target=devices), at)
-    piece = plans.compiled(functools.partial(programs.prefill, target=devices), at)
-    if step is None or piece is None:
-        raise AssertionError(f"no room for {at.policy!r} on {chip}")
+    compiled = {}
+    for at in COMPILED_AT["host" in template]:
+        one = case(template, at, mesh)
+        step = plans.compiled(functools.partial(programs.step, target=devices), one)
+        piece = plans.compiled(functools.partial(programs.prefill, target=devices), one)
+        if step is None or piece is None:
+            raise AssertionError(f"no room for {one.policy!r} on {chip}")
+        compiled[at] = step, dataclasses.replace(piece, reading=True)
     for context in CONTEXTS:
         one = case(template, context, mesh)
-        held = estimate.bytes_like(one, step)
-        reading = estimate.bytes_like(one, dataclasses.replace(piece, reading=True))
+        at = max((at for at in compiled if at <= context), default=min(compiled))
+        step, piece = compiled[at]
+        held, reading = (estimate.bytes_like(one, program) for program in (step, piece))
         yield dataclasses.asdict(held) | {
             "chip": chip,
             "mesh": repr(mesh),
             "policy": repr(one.policy),
             "context": context,
+            "compiled_at": at,
             "total": held.total,
             "reading": reading.total,
             "memory": CHIPS[chip].memory,
             "piece_linked": reading.linked,
             "copied": step.program.host_temporary + piece.program.host_temporary,
+            "buffers": buffers(one),
             "seconds": estimate.roofline(one, step, CHIPS[chip]).seconds,
         }
+
+
+def buffers(one: Deployment) -> dict[str, str]:
+    """Of a layer, what its programs are given in host memory: the shape, on all devices together."""
+    far = shapes.layer_sizes(one)[0].cache.hosted
+    if far is None:
+        return {}
+    return {
+        name: f"{x.dtype}[{', '.join(map(str, x.shape))}] in {x.sharding.memory_kind}"
+        for name, x in hosting.in_host(far).items()
+    }
 
 
 def case(template: str, context: int, mesh: meshes.Mesh) -> Deployment:
@@ -124,8 +145,8 @@ def page(about: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """The page: a table for each topology."""
     wheels = ", ".join(f"{name} {version}" for name, version in about["wheels"].items())
     copies = max(row["copied"] for row in rows)
-    how = {"model": MODEL, "at": COMPILED_AT, "wheels": wheels, "copies": copies or "none"}
-    parts = [HEAD.format(**how, chunk=case(POLICIES[0], COMPILED_AT, estimate.abstract(1, 1, 1)).chunk)]
+    chunk = case(POLICIES[0], CONTEXTS[0], estimate.abstract(1, 1, 1)).chunk
+    parts = [HEAD.format(model=MODEL, wheels=wheels, copies=copies or "none", chunk=chunk)]
     for chip in [chip for chip in DEVICES if any(row["chip"] == chip for row in rows)]:
         own = [row for row in rows if row["chip"] == chip]
         parts.append(f"## {chip}, {own[0]['mesh']}, {own[0]['memory'] / GIB:.2f} GiB a device\n")
@@ -133,7 +154,12 @@ def page(about: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         parts[-1] += "| in host memory | link, a step | link, a piece | least step |\n|" + "---|" * 12
         parts += [_line(row) for row in sorted(own, key=lambda row: row["context"])]
         parts.append("")
-    return "\n".join(parts)
+    longest = [row for row in rows if row["context"] == CONTEXTS[-1] and row["buffers"]]
+    parts.append("## In host memory, of each layer\n")
+    for policy, far in {row["policy"]: row["buffers"] for row in longest}.items():
+        named = ", ".join(f"{name} `{shape}`" for name, shape in far.items())
+        parts.append(f"* `{policy}`, {CONTEXTS[-1]:,} tokens: {named}; all else lies on the device.")
+    return "\n".join(parts) + "\n"
 
 
 def _line(row: dict[str, Any]) -> str:

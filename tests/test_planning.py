@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import jax
@@ -154,8 +155,13 @@ def test_what_lies_in_host_memory_is_chosen_by_a_step_and_brought_by_a_piece():
     step, piece = (_estimate.resident(planned, reading=reading).linked for reading in (False, True))
     assert step == planned.device_heads * layers * 32 * 64 * slot
     # A minimum and a maximum of the keys of a page, of a pool that has room for the whole context.
-    index, host = (getattr(_estimate.resident(planned), name) for name in ("index", "host"))
-    assert index / host == pytest.approx(2 * 128 * 2 / (64 * slot), rel=1e-6)
+    held = _estimate.resident(planned)
+    assert held.index / held.host == pytest.approx(2 * 128 * 2 / (64 * slot), rel=1e-6)
+    near = planned.policy.near(LONG, 0)
+    assert near.units == LONG * 0.03 // 64
+    # Of each unit which it is and when it was read, of every unit where it is, and three counts.
+    cached = near.units * (64 * slot + 2 * 4) + LONG // 64 * 4 + 3 * 4
+    assert held.cached == planned.device_heads * layers * cached
     assert piece / (planned.device_heads * layers * LONG * slot) == pytest.approx(1, rel=0.01)
     assert _estimate.resident(case("quest(chunks=32, chunk=64, dense=0)")).linked == 0
 
@@ -213,6 +219,8 @@ def test_a_plan_says_what_a_step_brings_at_the_measured_hits(measured_hits):
     text, answer = said("quest(chunks=32, chunk=64, dense=0) + host(cache=0.03)")
     measured = "about, a step at the 56 % hits measured on the embedded model's text (cache 2 x a choice)"
     assert f"{link / 2**30:.3f}         -  at most" in text
+    assert re.search(rf"of it index +{answer['step']['index'] / 2**30:.3f}", text)
+    assert "of it cache" in text
     assert f"{(1 - 0.5625) * link / 2**30:.3f}            {measured}" in text
     assert answer["hits"] == {"rate": 0.5625, "ratio": 2.0, "brought": round((1 - 0.5625) * link)}
     text, answer = said("topk_pages(0.02) + host(cache=0.05)")

@@ -39,7 +39,7 @@ class Bytes:
       temporary: between operations, with results that reuse no argument.
       code: of the program.
       host: in host memory, full pages; not of the device.
-      index: of what is allocated, what selections choose these pages by.
+      index, cached: of what is allocated, what selections choose these pages by, and the caches of them.
       linked: over the link to host memory: what a step chooses of these pages, of which it brings what the
         device's cache has not; or all of them, which each piece of a prompt brings.
     """
@@ -53,6 +53,7 @@ class Bytes:
     code: int = 0
     host: int = 0
     index: int = 0
+    cached: int = 0
     linked: int = 0
 
     @property
@@ -71,6 +72,7 @@ def resident(case: Deployment, *, reading: bool = False) -> Bytes:
         live=sum(layer.live for layer in layers),
         host=sum(layer.host for layer in layers),
         index=sum(layer.index for layer in layers),
+        cached=sum(layer.cached for layer in layers),
         linked=sum(layer.brought if reading else layer.chosen for layer in layers),
     )
 

@@ -19,11 +19,15 @@ PARTS = {
     "learned": "learned weights",
     "allocated": "KV allocated",
     "live": "  of it live",
+    "index": "  of it index",
+    "cached": "  of it cache",
     "padding": "layout padding",
     "temporary": "temporaries",
     "code": "program",
     "total": "total",
 }
+BESIDE_HOST = ("index", "cached")
+"""Of these, what only a device has whose pages lie in host memory."""
 
 
 def lines(question: Question, plan: DevicePlan) -> Iterator[str]:
@@ -41,6 +45,8 @@ def lines(question: Question, plan: DevicePlan) -> Iterator[str]:
     yield f"{'GiB a device':18} {'a step':>9} {'prefill':>9}"
     both = (plan.decoding, plan.reading)
     for field, name in PARTS.items():
+        if field in BESIDE_HOST and not plan.decoding.host:
+            continue
         cells = [f"{getattr(x, field) / GIB:9.3f}" if x else f"{'-':>9}" for x in both]
         yield f"{name:18} {' '.join(cells)}"
     if plan.decoding.host:

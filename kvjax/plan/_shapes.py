@@ -151,6 +151,7 @@ class LayerSize:
       chosen: of these, bytes that a step chooses, and brings where the device's cache has none of them.
       brought: bytes of a whole list, which a piece of a prompt brings.
       index: bytes that the device keeps of pages in host memory for the selection to choose by.
+      cached: bytes of the device's cache of them.
     """
 
     cache: LayerCache
@@ -162,6 +163,7 @@ class LayerSize:
     chosen: int = 0
     brought: int = 0
     index: int = 0
+    cached: int = 0
 
 
 def layer_sizes(case: Deployment, *, reading: bool = False) -> tuple[LayerSize, ...]:
@@ -216,13 +218,13 @@ def _layer_size(
         pools.append(jax.eval_shape(resize, pages))
     cache = cache.with_pools(pools)
     cache = mesh.shapes(cache, of_state(cache))
-    host = chosen = index = 0
+    host = chosen = index = cached = 0
     if near is not None:
         shapes = hosting.shapes(cache.pages, near, mesh)
         cache = dataclasses.replace(cache, hosted=hosting.sharded(mesh, shapes))
         slot = metrics.page_costs(cache.pages)[0]
         host, far = host_bytes(cache.hosted), cache.hosted
-        index = device_bytes((far.keys, far.key_scales, far.summary))
+        index, cached = device_bytes((far.keys, far.key_scales, far.summary)), device_bytes(far.cached)
         chosen = heads * min(case.policy.selection.most_units(case.context) * near.unit, full[0]) * slot
     ring, summary = cache.ring, device_bytes(cache.summary)
     ring_slots = heads * min(case.context, ring.window)
@@ -246,6 +248,7 @@ def _layer_size(
         chosen=chosen,
         brought=heads * full[0] * slot if near is not None else 0,
         index=index,
+        cached=cached,
     )
 
 

@@ -168,6 +168,29 @@ def test_the_least_recently_used_unit_goes():
     assert int(near.asked[0, 0]) > hits
 
 
+@pytest.mark.parametrize("copied", [1, 2**30], ids=["one by one", "gathered"])
+def test_units_are_brought_as_they_lie(copied, monkeypatch):
+    monkeypatch.setattr(brought, "COPIED", copied)
+    slots = np.random.default_rng(0).standard_normal((48, 3)).astype(np.float32)
+    first = np.asarray([44, 0, 8, 20, 44], np.int32)
+    far = jax.device_put(slots, hosting.host_memory())
+    units = jax.jit(lambda x, first: brought.brought(x, first, 4))(far, jnp.asarray(first))
+    assert units.sharding.memory_kind != hosting.KIND
+    np.testing.assert_array_equal(units, slots[first[:, None] + np.arange(4)])
+
+
+@pytest.mark.slow
+def test_units_that_are_copied_one_by_one_change_nothing(monkeypatch):
+    monkeypatch.setattr(brought, "COPIED", 1)
+    jax.clear_caches()
+    right, full = plain(POLICIES[0])
+    logits, state = lived(POLICIES[0], 0.5)
+    for mine, theirs in zip(logits, right, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    same(state, full)
+    jax.clear_caches()
+
+
 # --- what is done with such a state --------------------------------------------------------------
 
 
