@@ -1,8 +1,8 @@
 """What pages in host memory spare on three chips and at three lengths, on paper.
 
 Steps and pieces of prompts are compiled for the chips, not run: without ``host`` at one length, with it at
-the longest, too. The bytes at other lengths are added up from shapes, as ``kvjax.plan`` does when it looks for
-the longest context; what lies between operations is taken to grow with the context.
+the longest, too. The bytes at other lengths are added up from shapes, as ``kvjax.plan`` does when it looks
+for the longest context; what lies between operations is taken to grow with the context.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ are added up from shapes. Made by
 
 GiB of one device, of those that one program may have. *The index* is what the selection chooses by. *Link*:
 what a step chooses of the pages in host memory at most, of which it brings what the device's cache has not;
-and what each piece of {chunk} tokens of a prompt brings. The least time of a step counts the device's memory
-alone: the makers publish no speed of the link. Copies of a pool between the two memories, in either program:
-{copies}.
+and what each piece of {chunk} tokens of a prompt brings. Without times: the makers publish no speed of the
+link. Copies of a pool between the two memories, in either program: {copies}.
 """
 
 
@@ -118,7 +117,6 @@ def planned(chip: str, template: str) -> Iterator[dict[str, Any]]:
             "piece_linked": reading.linked,
             "copied": step.program.host_temporary + piece.program.host_temporary,
             "buffers": buffers(one),
-            "seconds": estimate.roofline(one, step, CHIPS[chip]).seconds,
         }
 
 
@@ -143,7 +141,7 @@ def case(template: str, context: int, mesh: meshes.Mesh) -> Deployment:
 
 def page(about: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """The page: a table for each topology."""
-    wheels = ", ".join(f"{name} {version}" for name, version in about["wheels"].items())
+    wheels = ", ".join(f"{name} {about['wheels'][name]}" for name in ("jax", "libtpu"))
     copies = max(row["copied"] for row in rows)
     chunk = case(POLICIES[0], CONTEXTS[0], estimate.abstract(1, 1, 1)).chunk
     parts = [HEAD.format(model=MODEL, wheels=wheels, copies=copies or "none", chunk=chunk)]
@@ -151,7 +149,7 @@ def page(about: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         own = [row for row in rows if row["chip"] == chip]
         parts.append(f"## {chip}, {own[0]['mesh']}, {own[0]['memory'] / GIB:.2f} GiB a device\n")
         parts.append("| context | policy | weights | KV | of it the index | total, a step | a prompt | fits ")
-        parts[-1] += "| in host memory | link, a step | link, a piece | least step |\n|" + "---|" * 12
+        parts[-1] += "| in host memory | link, a step | link, a piece |\n|" + "---|" * 11
         parts += [_line(row) for row in sorted(own, key=lambda row: row["context"])]
         parts.append("")
     longest = [row for row in rows if row["context"] == CONTEXTS[-1] and row["buffers"]]
@@ -171,7 +169,7 @@ def _line(row: dict[str, Any]) -> str:
         far = [f"{row['index'] / GIB:.2f}", f"{row['host'] / GIB:.2f} GiB"]
         far += [f"{row['linked'] / 2**20:.0f} MiB", f"{row['piece_linked'] / GIB:.2f} GiB"]
     cells = [f"{row['context']:,}", f"`{row['policy']}`", gib["weights"], gib["allocated"], far[0]]
-    cells += [gib["total"], gib["reading"], fits, *far[1:], f"{1e3 * row['seconds']:.2f} ms"]
+    cells += [gib["total"], gib["reading"], fits, *far[1:]]
     return f"| {' | '.join(cells)} |"
 
 

@@ -281,6 +281,11 @@ def test_a_selection_loads_what_it_visits():
     full, quest = (_shapes.layer_sizes(case(name).shallow(3))[2] for name in ("full", "quest(chunks=32)"))
     assert 6 * quest.read < full.read
     assert quest.live > full.live
+    near, coded = (
+        _shapes.layer_sizes(case(f"topk(0.02) + host(cache=0.03{keys})").shallow(1))[0]
+        for keys in ("", ", keys=int4")
+    )
+    assert near.read - coded.read == near.index - coded.index > 0, "keys are ranked as they are, or as codes"
 
 
 # --- collectives ----------------------------------------------------------------------------------

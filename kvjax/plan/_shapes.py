@@ -17,6 +17,7 @@ from kvjax.algebra import Policy
 from kvjax.cache import hosted as hosting
 from kvjax.cache import pool
 from kvjax.cache import state as states
+from kvjax.cache.hosted import Hosted
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.models import decoder, quantised
@@ -224,7 +225,7 @@ def _layer_size(
         cache = dataclasses.replace(cache, hosted=hosting.sharded(mesh, shapes))
         slot = metrics.page_costs(cache.pages)[0]
         host, far = host_bytes(cache.hosted), cache.hosted
-        index, cached = device_bytes((far.keys, far.key_scales, far.summary)), device_bytes(far.cached)
+        index, cached = _index(far), device_bytes(far.cached)
         chosen = heads * min(case.policy.selection.most_units(case.context) * near.unit, full[0]) * slot
     ring, summary = cache.ring, device_bytes(cache.summary)
     ring_slots = heads * min(case.context, ring.window)
@@ -272,13 +273,20 @@ def _selected(case: Deployment, cache: LayerCache, slots: int) -> int:
     pages, selection = cache.pools[-1], case.policy.selection
     visited = min(_visited(case, pages, cache.ring.window), slots)
     summaries = selection.summary_shapes(pages.size, pages.head_dim).values()
-    if summaries:
+    if cache.hosted is not None:
+        ranked = _index(cache.hosted)
+    elif summaries:
         numbers = sum(math.prod(shape) for shape in summaries)
         item = jnp.dtype(case.policy.storage.read_dtype(jnp.dtype(case.dtype))).itemsize
         ranked = case.device_heads * -(-slots // pages.size) * item * numbers
     else:
         ranked = _pages_read(case, pages, slots) // 2
     return _pages_read(case, pages, visited) + ranked
+
+
+def _index(hosted: Hosted) -> int:
+    """What a selection ranks hosted pages by, on each device."""
+    return device_bytes((hosted.keys, hosted.key_scales, hosted.summary))
 
 
 def _visited(case: Deployment, pages: Pages, window: int) -> int:
