@@ -152,6 +152,7 @@ TABLE = {
     "train.embedded": rf"train(\..+)?|{TRAINED}",
     "studies": r"kvjax(\.(?!serve).+)?",
     "studies.devices": r"pallas_kernels\.measure\.chips|kvjax(\.(?!serve).+)?",
+    "studies.plan_host": r"pallas_kernels\.measure\.(aot|chips)|kvjax(\.(?!serve).+)?",
     "studies.cost": r"benchmarks\.random_model|kvjax(\.(?!serve).+)?",
     "studies.claims": r"studies\.judges|kvjax\.(cli|eval\..+)",
     "studies.topk_phi": r"studies\.topk_phi(\..+)?|benchmarks(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?"
