@@ -51,7 +51,7 @@ HEAD = """\
 131,072 tokens, and those with pages in host memory at 524,288, too; nothing here ran on a TPU. Other lengths
 are added up from shapes. Made by
 
-    python -m studies.plan_host --out results/plan
+    python -m studies.plan_host --out results/plan/host
 
 GiB of one device, of those that one program may have. *The index* is what the selection chooses by. *Link*:
 what a step chooses of the pages in host memory at most, of which it brings what the device's cache has not;
@@ -73,7 +73,7 @@ def _run(argv: Sequence[str]) -> None:
     values.out.mkdir(parents=True, exist_ok=True)
     from pallas_kernels.measure import aot
 
-    file = values.out / "host.json"
+    file = values.out / "plan.json"
     rows: list[dict[str, Any]] = (
         json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else []
     )
@@ -82,9 +82,9 @@ def _run(argv: Sequence[str]) -> None:
         for policy in POLICIES:
             rows += planned(chip, policy)
             print(f"{chip}, {rows[-1]['policy']}: {rows[-1]['total'] / GIB:.2f} GiB at most", flush=True)
-        about = {"command": "python -m studies.plan_host --out results/plan", "wheels": aot.wheels()}
+        about = {"command": "python -m studies.plan_host --out results/plan/host", "wheels": aot.wheels()}
         file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
-        (values.out / "host.md").write_text(page(about, rows), encoding="utf-8")
+        (values.out / "README.md").write_text(page(about, rows), encoding="utf-8")
 
 
 def planned(chip: str, template: str) -> Iterator[dict[str, Any]]:

@@ -10,13 +10,13 @@ import pytest
 from kvjax.plan import _estimate as estimate
 from studies import overlap, plan_host
 
-FOLDER = Path(__file__).parents[2] / "results" / "plan"
+FOLDER = Path(__file__).parents[2] / "results" / "plan" / "host"
 HOST = Path(__file__).parents[2] / "results" / "host"
 
 
 def test_the_page_is_that_of_the_rows():
-    found = json.loads((FOLDER / "host.json").read_text(encoding="utf-8"))
-    assert plan_host.page(found, found["rows"]) == (FOLDER / "host.md").read_text(encoding="utf-8")
+    found = json.loads((FOLDER / "plan.json").read_text(encoding="utf-8"))
+    assert plan_host.page(found, found["rows"]) == (FOLDER / "README.md").read_text(encoding="utf-8")
     policies = len(plan_host.POLICIES) * len(plan_host.CONTEXTS)
     assert len(found["rows"]) == len(plan_host.DEVICES) * policies
     for row in found["rows"]:
@@ -26,7 +26,7 @@ def test_the_page_is_that_of_the_rows():
 
 @pytest.mark.parametrize("at", range(len(plan_host.POLICIES)))
 def test_bytes_of_the_longest_context_are_those_of_its_shapes(at):
-    rows = json.loads((FOLDER / "host.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((FOLDER / "plan.json").read_text(encoding="utf-8"))["rows"]
     one = plan_host.case(plan_host.POLICIES[at], plan_host.CONTEXTS[-1], estimate.abstract(1, 1, 1))
     held = estimate.resident(one)
     (row,) = [
