@@ -85,12 +85,12 @@ def _one(
         model.network,
         policy,
         tokens,
+        MOST,
         model.params,
         {},
         state,
         rows,
         np.int32(tokens),
-        np.int32(MOST),
     )
     *_, tally = rounds.drafted_steps(*how)
     seen = jax.device_get(tally)

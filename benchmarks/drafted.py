@@ -2,8 +2,9 @@
 
 A round costs the same whatever stands, up to what it writes. So what is drawn is replaced, while the real
 logits are computed and searched all the same: draft steps draw one token, and verification draws the same one
-with probability a, else another. d and v are those of rounds of two lengths in which nothing stands. Then
-these run in turns with plain steps of a cache without a draft's summaries, all filled at random (``fill``):
+with probability a, else another. d and v are those of rounds in which nothing stands, with and without draft
+steps; v grows with the length, so each has its own. Then these run in turns with plain steps of a cache
+without a draft's summaries, all filled at random (``fill``):
 
   measured  tokens a second of drafts of the best length, over those of plain steps
   formula   (1 - a^(k+1)) / ((1 - a)(k d + v)), of the acceptance that was reached
@@ -31,7 +32,7 @@ from kvjax import catalogue, decode
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState, fork
 from kvjax.cli import InputError
-from kvjax.decode import DecodeRows, best_length, gain
+from kvjax.decode import DecodeRows, gain
 from kvjax.decode import _draft as rounds
 from kvjax.loading import LanguageModel, load
 from kvjax.sampling import sampling
@@ -103,7 +104,7 @@ class Side:
 
     @property
     def _fixed(self) -> tuple[Any, ...]:
-        return Marked(self.model.network), self.policy, WIDTH, self.model.params, {}
+        return Marked(self.model.network), self.policy, WIDTH
 
     def rows(self, accepted: float) -> DecodeRows:
         count = self.state.rows
@@ -118,12 +119,12 @@ class Side:
 
     def piece(self, tokens: int, length: int = 0, accepted: float = 0.0) -> tuple[float, Any]:
         """Seconds of ``tokens`` of each row by drafts of ``length``, 0 for plain steps; and their tally."""
-        how = (*self._fixed, self.state, self.rows(accepted), np.int32(tokens))
+        fixed, how = self._fixed, (self.model.params, {}, self.state, self.rows(accepted), np.int32(tokens))
         begun = time.perf_counter()
         if length:
-            self.state, _, _, tally = rounds.drafted_steps(*how, np.int32(length))
+            self.state, _, _, tally = rounds.drafted_steps(*fixed, length, *how)
         else:
-            self.state, _, _, tally = rounds.plain_steps(*how)
+            self.state, _, _, tally = rounds.plain_steps(*fixed, *how)
         tally = jax.device_get(tally)  # waits
         return time.perf_counter() - begun, tally
 
@@ -133,25 +134,27 @@ class Side:
         rows, left, begun = self.rows(accepted), tokens, time.perf_counter()
         while left:
             piece = min(drafter.tokens(decode.MAX_STEPS), left)
-            how: tuple[Any, ...] = (*self._fixed, self.state, rows, piece)
-            self.state, rows, _ = drafter.write(*how)
+            how: tuple[Any, ...] = (self.model.params, {}, self.state, rows, piece)
+            self.state, rows, _ = drafter.write(*self._fixed, *how)
             left -= piece
         return time.perf_counter() - begun
 
 
-def prices(plain: Side, drafts: Side, turns: int) -> tuple[float, float, float, float]:
-    """Seconds of a plain step; of one with a draft's summaries over those; d and v."""
-    most = drafts.policy.selection.most
-    short, times = (most + 1) // 2, []
+def prices(plain: Side, drafts: Side, turns: int) -> tuple[float, float, float, dict[int, float]]:
+    """Seconds of a plain step; of one with a draft's summaries over those; d; and v by length of drafts."""
+    lengths = decode.draft_lengths(drafts.policy.selection.most)
+    times = []
     for _ in range(turns):
         pieces = [plain.piece(TOKENS), drafts.piece(TOKENS)]
-        pieces += [drafts.piece(LOST, length) for length in (most, short)]
-        times.append([seconds / tally.rounds for seconds, tally in pieces])
-    step, own, long, brief = map(statistics.median, zip(*times))
-    # The last rounds of a piece draft no more tokens than it has left.
-    many, few = (statistics.mean(min(k, left + 1) for left in range(LOST)) for k in (most, short))
-    d = (long - brief) / (many - few) / step
-    return step, own / step, d, long / step - many * d
+        pieces += [drafts.piece(LOST, length) for length in lengths]
+        alone = [drafts.piece(1, lengths[0])[0] for _ in range(LOST)]  # rounds without a draft step
+        times.append([*(seconds / tally.rounds for seconds, tally in pieces), statistics.mean(alone)])
+    step, own, *whole, alone = map(statistics.median, zip(*times))
+    # In which nothing stands, and the last ones draft no more tokens than can follow.
+    drafted = [statistics.mean(min(k, left - 1) for left in range(1, LOST + 1)) for k in lengths]
+    d = (whole[0] - alone) / drafted[0] / step
+    verify = {k: one / step - count * d for k, one, count in zip(lengths, whole, drafted)}
+    return step, own / step, d, verify
 
 
 def measured(
@@ -167,11 +170,12 @@ def measured(
     full = catalogue.policy("full")
     drafting = decode.with_draft(full, f"draft({draft}, most={most})")
     plain, drafts = (Side.of(model, policy, context, room, batch) for policy in (full, drafting))
-    for one, length in ((plain, 0), (drafts, 0), (drafts, most)):
+    for one, length in ((plain, 0), *((drafts, k) for k in (0, *decode.draft_lengths(most)))):
         one.piece(2, length)  # compiles
-    step, own, d, v = prices(plain, drafts, turns)
-    best = best_length(accepted, d, v, most)
-    length = best or 1
+    step, own, d, verify = prices(plain, drafts, turns)
+    length = max(verify, key=lambda k: gain(accepted, k, d, verify[k]))
+    v = verify[length]
+    best = length if gain(accepted, length, d, v) > 1 else 0
     gains, texts, stood, judged = [], [], 0, 0
     for _ in range(turns):
         before, _ = plain.piece(TOKENS)

@@ -181,18 +181,27 @@ def test_the_gain_counts_every_outcome():
     assert best_length(0.8, 0.33, 1.0, 8) == 3
 
 
-@pytest.mark.parametrize(("accepted", "draft", "chosen"), [(0.9, 0.3, 4), (0.2, 0.3, 0), (0.8, 0.95, 0)])
-def test_the_length_of_drafts_follows_what_is_measured(monkeypatch, accepted, draft, chosen):
+@pytest.mark.parametrize(
+    ("accepted", "draft", "verify", "tried", "chosen"),
+    [
+        (0.95, 0.3, 1.0, [], 4),  # half of it: 2.16 at best, less than a tenth above 2.06
+        (0.8, 0.3, 1.0, [2], 4),
+        (0.5, 0.3, 1.0, [2], 2),
+        (0.8, 0.3, 2.2, [2], 0),  # verification that costs the same at every length
+        (0.8, 0.95, 1.0, [], 0),
+    ],
+)
+def test_the_length_of_drafts_follows_what_is_measured(monkeypatch, accepted, draft, verify, tried, chosen):
     monkeypatch.undo()
     length, told = DraftLength(4), []
     for piece in range(AGAIN + 2):
         told.append((length.next, length.tokens(64)))
-        seconds = None if piece == 0 else 10 * (length.next * draft + 1)
-        length.saw(
-            length.next, 10, 100 * bool(length.next), round(100 * accepted) * bool(length.next), seconds
-        )
-    assert told[:4] == [(4, 16), (4, 16), (0, 16), (2, 16)]
-    assert set(told[4:AGAIN]) == {(chosen, 64)}
+        k, drafts = length.next, bool(length.next)
+        seconds = None if piece == 0 else 10 * (k * draft + verify) if k else 10
+        length.saw(k, 10, 100 * drafts, round(100 * accepted) * drafts, seconds)
+    trials = [4, 4, 0, *tried]
+    assert told[: len(trials)] == [(k, 16) for k in trials]
+    assert set(told[len(trials) : AGAIN]) == {(chosen, 64)}
     assert told[AGAIN] == ((0 if chosen else 4), 16)
     assert told[AGAIN + 1] == (chosen, 64)
 
@@ -233,14 +242,16 @@ def test_drafted_tokens_stand_as_often_as_planted(planted):
 
 
 def test_prices_of_drafted_tokens_are_those_of_a_clock(planted, monkeypatch):
-    """That takes a second a plain step, half of one a draft step and two a verification."""
+    """A second a plain step, half of one a draft step, and verification of five tokens two, of three one."""
 
     class Clocked(drafted.Side):
         def piece(self, tokens, length=0, accepted=0.0):
             _, tally = super().piece(tokens, length, accepted)
-            drafts = sum(min(length, left) for left in range(1, tokens + 1))  # nothing stands
-            return (2.0 * tokens + 0.5 * drafts if length else 1.0 * tokens), tally
+            drafts = sum(min(length, left - 1) for left in range(1, tokens + 1))  # nothing stands
+            return (length / 2 * tokens + 0.5 * drafts if length else 1.0 * tokens), tally
 
     side = Clocked(planted.model, planted.policy, planted.state)
-    assert drafted.prices(side, side, 1) == pytest.approx((1.0, 1.0, 0.5, 2.0))
+    *prices, verify = drafted.prices(side, side, 1)
+    assert prices == pytest.approx([1.0, 1.0, 0.5])
+    assert verify == pytest.approx({4: 2.0, 2: 1.0})
     planted.state = side.state

@@ -79,7 +79,7 @@ def test_rounds_of_drafts_copy_none():
         stops=jnp.full(1, -1),
         how=sampling(1),
     )
-    inputs = (model.params, {}, state, rows, jnp.asarray(32), jnp.asarray(2))
-    text = compiled_in_full(decode.drafted_steps.lower(model.network, policy, 64, *inputs)).as_text()
+    inputs = (model.params, {}, state, rows, jnp.asarray(32))
+    text = compiled_in_full(decode.drafted_steps.lower(model.network, policy, 64, 2, *inputs)).as_text()
     assert "while" in text
     assert not set(re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", text)) & shapes

@@ -142,8 +142,8 @@ def test_no_weight_is_prepared_before_a_loop_of_steps(drafted):
         how=sampling(rows),
     )
     if drafted:
-        most = (jnp.asarray(8), jnp.asarray(2))
-        lowered = decode.drafted_steps.lower(network, policy, 8, params, {}, state, writer, *most)
+        like = (params, {}, state, writer, jnp.asarray(8))
+        lowered = decode.drafted_steps.lower(network, policy, 8, 2, *like)
     else:
         lowered = decode.decode_steps.lower(network, policy, 8, params, {}, state, writer)
     text = compiled_in_full(lowered).as_text()

@@ -67,7 +67,7 @@ from kvjax.decode._checks import (
     with_draft,
 )
 from kvjax.decode._draft import Tally, drafted_steps, round_of
-from kvjax.decode._draft_length import DraftLength, best_length, gain
+from kvjax.decode._draft_length import DraftLength, best_length, draft_lengths, gain
 from kvjax.decode._generate import Generation, generate, stream
 from kvjax.decode._loop import DecodeRows, decode_loop, decode_steps
 from kvjax.decode._placement import on_mesh
@@ -129,9 +129,10 @@ __all__ = [
     "cut",
     "cut_layer",
     "cuts_after",
-    "drafted_steps",
     "decode_loop",
     "decode_steps",
+    "draft_lengths",
+    "drafted_steps",
     "embed",
     "empty",
     "empty_layers",

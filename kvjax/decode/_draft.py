@@ -62,26 +62,26 @@ class Tally:
         return Tally(rounds=jnp.int32(0), drafted=none, judged=none, accepted=none)
 
 
-@functools.partial(mapped.jit, static=("network", "width"), donate="state")
+@functools.partial(mapped.jit, static=("network", "width", "length"), donate="state")
 def drafted_steps(
     network: Network,
     policy: Policy,
     width: int,
+    length: int,
     params: Params,
     weights: Params,
     state: KVState,
     rows: DecodeRows,
     most: Int[Array, ""],
-    length: Int[Array, ""],
 ) -> tuple[KVState, DecodeRows, Int[Array, "B width"], Tally]:
     """Up to ``most`` tokens, at most ``width``, for every row that is not done, in one program.
 
     Args:
       network, policy, params, weights, rows: as in ``decode_steps``; ``policy.selection.drafts`` drafts.
       width: columns of the result.
+      length: tokens drafted in a round; one more are verified, so each length is a program of its own.
       state: with pages for ``most`` tokens; donated.
       most: tokens of a row.
-      length: tokens drafted in a round, at most ``policy.selection.most``.
 
     Returns:
       The state, the rows, the tokens with EMPTY behind each row's last one, and what became of drafts.
@@ -95,7 +95,7 @@ def drafted_steps(
     def once(carry: tuple[KVState, DecodeRows, Array, Array, Tally]) -> Any:
         state, rows, out, written, tally = carry
         state, rows, drawn, seen, _ = round_of(
-            network, policy, params, weights, state, rows, most - written, length
+            network, policy, length, params, weights, state, rows, most - written
         )
         at = jnp.where(drawn >= 0, written[:, None] + jnp.arange(drawn.shape[1]), width)
         out = out.at[jnp.arange(len(out))[:, None], at].set(drawn, mode="drop")
@@ -136,17 +136,17 @@ def plain_steps(
 def round_of(
     network: Network,
     policy: Policy,
+    length: int,
     params: Params,
     weights: Params,
     state: KVState,
     rows: DecodeRows,
     spare: Int[Array, " B"],
-    length: Int[Array, ""],
 ) -> tuple[KVState, DecodeRows, Int[Array, "B T"], Tally, Float[Array, "B T V"]]:
-    """Drafts, verifies and writes, once. Pure; T is one more than ``policy.selection.most``.
+    """Drafts, verifies and writes, once. Pure; T is one more than ``length``.
 
     Args:
-      network, policy, params, weights, state, rows, length: as in ``drafted_steps``.
+      network, policy, length, params, weights, state, rows: as in ``drafted_steps``.
       spare: tokens that each row may be given; rows with none are left as they are.
 
     Returns:
@@ -156,7 +156,8 @@ def round_of(
     mesh = state.mesh
     active = rows.active & (spare > 0)
     writer = dataclasses.replace(rows, done=~active, left=jnp.minimum(rows.left, spare))
-    fed = _drafted(network, policy, params, weights, state, writer, length)
+    drafts = _drafted(network, policy, length, params, weights, state, writer)
+    fed = jnp.concatenate([jnp.where(active, rows.token, EMPTY)[:, None], drafts], axis=1)
     count, params = (fed >= 0).sum(axis=1), read_in_turn(params, state.length)
     x, arrived = run_layers(
         network,
@@ -202,27 +203,25 @@ def round_of(
 def _drafted(
     network: Network,
     policy: Policy,
+    length: int,
     params: Params,
     weights: Params,
     state: KVState,
     writer: DecodeRows,
-    length: Int[Array, ""],
-) -> Int[Array, "B T"]:
-    """What is fed in a round: each row's next token and up to ``length`` drafted ones, EMPTY behind them.
+) -> Int[Array, "B length"]:
+    """The tokens each row would write next by selective reads, EMPTY behind them.
 
-    A drafted token that ends its row is not fed: nothing follows it.
+    A drafted token that ends its row is left out: nothing follows it.
     """
-    most = policy.selection.most
-    fed = jnp.full((state.rows, most + 1), EMPTY, jnp.int32)
-    fed = fed.at[:, 0].set(jnp.where(writer.active, writer.token, EMPTY))
-    blocks = tuple(layer.empty_block(cache, most) for cache in state.layers)
+    drafts = jnp.full((state.rows, length), EMPTY, jnp.int32)
+    blocks = tuple(layer.empty_block(cache, length) for cache in state.layers)
 
     def any_active(carry: tuple[Array, DecodeRows, Array, Any]) -> Array:
-        i, writer, _, _ = carry
-        return (i < length) & jnp.any(writer.active)
+        i, writer, _, _ = carry  # verification draws a row's last token
+        return (i < length) & jnp.any(writer.active & (writer.left > 1))
 
     def once(carry: tuple[Array, DecodeRows, Array, Any]) -> Any:
-        i, writer, fed, blocks = carry
+        i, writer, drafts, blocks = carry
         here = read_in_turn(params, i)
         at = jnp.full(state.rows, i)
         layers: Any = tuple(zip(state.layers, blocks))
@@ -239,10 +238,10 @@ def _drafted(
             lambda carry: of_state(carry[1]),
         )
         writer, token = writer.drawn(network.logits(here, x[:, 0]), state.length + i + 1)
-        fed = fed.at[:, i + 1].set(jnp.where(writer.active, token, EMPTY))
-        return i + 1, writer, fed, blocks
+        drafts = drafts.at[:, i].set(jnp.where(writer.active, token, EMPTY))
+        return i + 1, writer, drafts, blocks
 
-    carry = (jnp.asarray(0), writer, fed, blocks)
+    carry = (jnp.asarray(0), writer, drafts, blocks)
     return jax.lax.while_loop(any_active, once, carry)[2]
 
 
@@ -283,7 +282,7 @@ class Drafter:
         k, known, begun = self.length.next, _programs(), time.perf_counter()
         how = (params, weights, state, rows, np.int32(tokens))
         if k:
-            state, rows, out, tally = drafted_steps(network, policy, every, *how, np.int32(k))
+            state, rows, out, tally = drafted_steps(network, policy, every, k, *how)
         else:
             state, rows, out, tally = plain_steps(network, policy, every, *how)
         counts = jax.device_get(tally)  # waits

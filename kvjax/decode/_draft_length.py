@@ -7,6 +7,11 @@ section 3.3; here a draft step costs d and verification v plain steps, since bot
 from __future__ import annotations
 
 
+def written(accepted: float, length: int) -> float:
+    """Tokens of a round on average, that which verification draws included."""
+    return sum(accepted**i for i in range(length + 1))
+
+
 def gain(accepted: float, length: int, draft: float, verify: float) -> float:
     """How many times as fast as plain decoding drafts are, (1 - a^(k+1)) / ((1 - a)(k d + v)).
 
@@ -15,10 +20,7 @@ def gain(accepted: float, length: int, draft: float, verify: float) -> float:
       length: k, tokens drafted before each verification; with 0 a round is a plain step that costs v.
       draft, verify: d and v, the time of a draft step and of verification over that of a plain step.
     """
-    written = sum(
-        accepted**i for i in range(length + 1)
-    )  # of a round, the token that verification draws included
-    return written / (length * draft + verify)
+    return written(accepted, length) / (length * draft + verify)
 
 
 def best_length(accepted: float, draft: float, verify: float, most: int) -> int:
@@ -37,13 +39,21 @@ FORGETS = 0.8
 """What an earlier piece counts beside the next one, in acceptance and in seconds."""
 
 
+CLEARLY = 1.1
+"""By how much shorter drafts must gain, if verification cost by the token, to be tried."""
+
+
+def draft_lengths(most: int) -> tuple[int, ...]:
+    """Of drafts that programs are made for: the longest, and half of it."""
+    return tuple(dict.fromkeys((most, (most + 1) // 2)))
+
+
 class DraftLength:
     """Chooses how many tokens are drafted at a time, or none, by seconds and acceptance of earlier pieces.
 
-    Longest drafts come first, then plain steps, then drafts of half the length; from then on the length that
-    gains most. A draft of k tokens takes k D + V seconds, a plain step U; two lengths give D and V. Texts do
-    not depend on it, so the clock may decide. Without one (several processes, which must agree) drafts are
-    always longest.
+    Longest drafts come first, then plain steps, then drafts of half the length if they can gain; from then on
+    what gains most. Texts do not depend on it, so the clock may decide. Without one (several processes, which
+    must agree) drafts are always longest.
     """
 
     def __init__(self, most: int) -> None:
@@ -52,19 +62,10 @@ class DraftLength:
         self._judged = self._accepted = 0.0
         self._pieces = 0
 
-    @property
-    def measured(self) -> bool:
-        """Are all times known?"""
-        return len(self._seconds) == (3 if self.most > 1 else 2)
-
-    @property
-    def accepted(self) -> float:
-        """Acceptance, of late."""
-        return self._accepted / self._judged if self._judged else 0.0
-
     def tokens(self, every: int) -> int:
         """Tokens of the next piece, at most ``every``: few where a way is tried that may be slow."""
-        return min(every, PROBE) if not self.measured or self.next != self._best() else every
+        known = self._untried() is None and self.next == self._best()
+        return every if known else min(every, PROBE)
 
     def saw(self, length: int, rounds: int, judged: int, accepted: int, seconds: float | None) -> None:
         """Learns from a piece, and chooses the next length.
@@ -81,17 +82,31 @@ class DraftLength:
             one, before = seconds / rounds, self._seconds.get(length)
             self._seconds[length] = one if before is None else FORGETS * before + (1 - FORGETS) * one
         self._pieces += 1
-        unknown = [k for k in (self.most, 0, (self.most + 1) // 2) if k not in self._seconds]
-        if unknown:
-            self.next = unknown[0]
-            return
-        self.next = self._best()
-        if self._pieces % AGAIN == 0:
+        untried = self._untried()
+        self.next = self._best() if untried is None else untried
+        if untried is None and self._pieces % AGAIN == 0:
             self.next = 0 if self.next else self.most
 
+    @property
+    def _acceptance(self) -> float:
+        return self._accepted / self._judged if self._judged else 0.0
+
+    def _speed(self, length: int) -> float:
+        """Tokens a second of drafts of a length whose time is known."""
+        return written(self._acceptance, length) / self._seconds[length]
+
     def _best(self) -> int:
-        plain, long = self._seconds[0], self._seconds[self.most]
-        short = (self.most + 1) // 2
-        step = (long - self._seconds[short]) / (self.most - short) if self.most > 1 else 0.0
-        step = min(max(step, 0.0), long / self.most)  # measured times are not exact
-        return best_length(self.accepted, step / plain, (long - self.most * step) / plain, self.most)
+        """Of those whose times are known; of equal ones the shortest."""
+        return max(sorted(self._seconds), key=self._speed)
+
+    def _untried(self) -> int | None:
+        """The length to be measured next; None: all that can gain are."""
+        for length in (self.most, 0):
+            if length not in self._seconds:
+                return length
+        shorter = draft_lengths(self.most)[-1]
+        if shorter in self._seconds:
+            return None
+        cheapest = self._seconds[self.most] * (shorter + 1) / (self.most + 1)
+        gains = written(self._acceptance, shorter) / cheapest > CLEARLY * self._speed(self._best())
+        return shorter if gains else None

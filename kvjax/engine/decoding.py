@@ -157,17 +157,17 @@ def drafted_steps(
     network: Network,
     policies: Policy,
     steps: int,
+    length: int,
     params: Params,
     weights: Params,
     state: KVState,
     rows: BatchInputs,
-    length: Int[Array, ""],
 ) -> tuple[KVState, SampledTokens, Snapshot, Tally]:
     """``decode_steps`` by drafts of ``length`` tokens, which full reads verify. Pure; to be compiled.
 
     Args:
       network, policies, steps, params, weights, state, rows: as in ``decode_steps``.
-      length: tokens drafted in a round, 1 to ``policies.selection.most``.
+      length: tokens drafted in a round; static.
 
     Returns:
       As ``decode_steps``, and what became of each row's drafts.
@@ -185,7 +185,7 @@ def drafted_steps(
     def once(carry: tuple[KVState, decode.DecodeRows, Any, Array, Tally]) -> Any:
         state, own, drawn, written, tally = carry
         state, own, token, seen, logits = decode.round_of(
-            network, policy, params, weights, state, own, rows.steps - written, length
+            network, policy, length, params, weights, state, own, rows.steps - written
         )
         ranks = [ranks_of(logits[:, i], token[:, i], ranked) for i in range(token.shape[1])]
         fresh: Any = jax.tree.map(lambda *of_tokens: jnp.stack(of_tokens, axis=1), *ranks)

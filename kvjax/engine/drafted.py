@@ -12,10 +12,9 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
 
 from kvjax.cache.state import KVState
-from kvjax.decode import DraftLength, Tally
+from kvjax.decode import DraftLength, Tally, draft_lengths
 from kvjax.engine.batch import RunningBatch
 from kvjax.engine.compiler import Program
 from kvjax.engine.decoding import SampledTokens
@@ -36,25 +35,23 @@ class DraftedBatch(RunningBatch):
     def step(self, steps: int, now: int) -> None:
         """As of any batch, by drafts where they gain something."""
         policies = self._policies()  # which drops what was found for other rows
-        inputs = (self.model.network, policies, steps, self.model.params, self.structure.learned.weights)
+        fixed = self.model.network, policies, steps
+        inputs = self.model.params, self.structure.learned.weights
         if self._steps is None:
             sized, self._steps_shape = self.sized_programs(self.counts), self.shaped
             if not self.shaped:
                 unshaped = self._step_programs(sized, self.state, steps, False)
                 self._steps_shape = not all(program.ready for program in unshaped)
             like = (*inputs, self.state, self._inputs(now, self._steps_shape))
-            found = sized.steps.find(*like), sized.drafted.find(*like, np.int32(1))
-            self._steps = lambda drafted: found[drafted]
-        rows, self._begun, self._drafts = (
-            self._inputs(now, self._steps_shape),
-            time.monotonic(),
-            self.length.next,
-        )
-        program = self._steps(bool(self._drafts))
-        if self._drafts:
-            self.state, drawn, known, self._tally = program(*inputs, self.state, rows, np.int32(self._drafts))
+            found = {k: sized.drafted.find(*fixed, k, *like) for k in draft_lengths(self.length.most)}
+            found[0] = sized.steps.find(*fixed, *like)
+            self._steps = found.__getitem__
+        rows, self._begun, k = self._inputs(now, self._steps_shape), time.monotonic(), self.length.next
+        program, self._drafts = self._steps(k), k
+        if k:
+            self.state, drawn, known, self._tally = program(*fixed, k, *inputs, self.state, rows)
         else:
-            self.state, drawn, known = program(*inputs, self.state, rows)
+            self.state, drawn, known = program(*fixed, *inputs, self.state, rows)
             self._tally = None
         self._flight = self._begun, drawn, known
 
@@ -75,6 +72,7 @@ class DraftedBatch(RunningBatch):
         return int(self._seen.drafted[number]), int(self._seen.accepted[number])
 
     def _step_programs(self, sized: SizedPrograms, state: KVState, steps: int, shaped: bool) -> list[Program]:
-        inputs = (self.model.network, self._policies(), steps, self.model.params)
-        like = (*inputs, self.structure.learned.weights, state, self._inputs(steps, shaped))
-        return [sized.steps.program(*like), sized.drafted.program(*like, np.int32(1))]
+        fixed = self.model.network, self._policies(), steps
+        like = self.model.params, self.structure.learned.weights, state, self._inputs(steps, shaped)
+        drafted = [sized.drafted.program(*fixed, k, *like) for k in draft_lengths(self.length.most)]
+        return [sized.steps.program(*fixed, *like), *drafted]

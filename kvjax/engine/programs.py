@@ -36,7 +36,7 @@ class SizedPrograms:
     def __init__(self, ahead: bool) -> None:
         own = functools.partial(Owned, ahead=ahead)
         self.steps = own(decode_steps, static=("network", "steps"), donate=("state",))
-        self.drafted = own(drafted_steps, static=("network", "steps"), donate=("state",))
+        self.drafted = own(drafted_steps, static=("network", "steps", "length"), donate=("state",))
         self.guided_step = own(guided_step, static=("network",), donate=("state",))
         self.insert = own(row_ops.on_devices(row_ops.insert), static=("mesh",), donate=("cache",))
         self.release = own(row_ops.on_devices(row_ops.release), static=("mesh",), donate=("cache",))
