@@ -173,7 +173,7 @@ def _evict_by_held(
     policy, slots = info.policy, per_head.slots(cache.pools)
     if policy.ranks_held:
         assert x is not None
-        score, slots = held_scores(info, x, cache, length), _candidates(info, slots, length)
+        score, slots = held_scores(info, x, cache, length, acts), _candidates(info, slots, length)
         score = jnp.where(slots.live, score, jnp.inf)
     else:
         score, slots = ranked(info, slots, length)

@@ -11,32 +11,64 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.algebra import Eviction, Observation
+from kvjax.algebra import Every, Eviction, Observation
 from kvjax.cache import per_head
 from kvjax.cache import ring as rings
 from kvjax.cache.state import LayerCache
 from kvjax.layer._demote import codecs
-from kvjax.layer._info import LayerInfo
-from kvjax.layer._rows import row_by_row
+from kvjax.layer._info import LayerInfo, OfRows
+from kvjax.layer._rows import has_rows, row_by_row
 from kvjax.types import EMPTY, Heads, Params
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Bool, Float, Int
 
 
 def held_scores(
-    info: LayerInfo, x: Heads, cache: LayerCache, length: Int[Array, " B"]
+    info: LayerInfo, x: Heads, cache: LayerCache, length: Int[Array, " B"], acts: Bool[Array, " B"]
 ) -> Float[Array, "B K C"]:
-    """Scores of all paged slots by ``Eviction.score_prompt``; of dead slots any number.
+    """Scores of all paged slots by ``Eviction.score_prompt``; of dead slots and idle rows any number.
 
-    Every KV head is a row with one head for it: its tokens, of pages and ring, in order of position.
+    Every KV head is a row with one head for it: its tokens, of pages and ring, in order of position. Rows
+    whose turn comes every few tokens are ranked one by one: mostly few of a batch are due at a time, and no
+    more than one row's keys and values are gathered.
 
     Args:
       info: which layer.
       x: heads of the newest tokens, for the layer's RoPE and bound on scores.
       cache: after the newest tokens were written, their queries too.
       length: tokens each row has seen, these included.
+      acts: rows whose scores are asked for.
     """
+    later, weights = info.policy.eviction.later, info.weights("eviction")
+    if len(length) == 1 or not isinstance(info.policy.budget.when, Every):
+        return _scores(info, later, weights, x, cache, length)
+
+    def once(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        waits, scores = carry
+        row = jnp.argmax(waits)
+
+        def own(tree: Any) -> Any:
+            return jax.tree.map(lambda of_rows: jax.lax.dynamic_slice_in_dim(of_rows, row, 1), tree)
+
+        pools = [
+            dataclasses.replace(pages, table=own(pages.table), length=own(pages.length))
+            for pages in cache.pools
+        ]
+        held = dataclasses.replace(cache, ring=own(cache.ring), summary=None).with_pools(pools)
+        part = own(later) if has_rows(later) else later
+        learned = own(weights) if isinstance(weights, OfRows) else weights
+        score = _scores(info, part, learned, x, held, own(length))
+        scores = jax.lax.dynamic_update_slice_in_dim(scores, score.astype(scores.dtype), row, 0)
+        return waits.at[row].set(False), scores
+
+    nothing = jnp.zeros(per_head.slots(cache.pools).pos.shape, jnp.float32)
+    return jax.lax.while_loop(lambda carry: carry[0].any(), once, (acts, nothing))[1]
+
+
+def _scores(
+    info: LayerInfo, eviction: Eviction, weights: Any, x: Heads, cache: LayerCache, length: Int[Array, " B"]
+) -> Float[Array, "B K C"]:
     ring, paged = cache.ring, per_head.slots(cache.pools)
     rows, heads, slots = paged.pos.shape
     every = jnp.broadcast_to(jnp.arange(slots), paged.pos.shape)
@@ -71,7 +103,7 @@ def held_scores(
         where = {"layer": info.layer, "layers": info.layers, "softcap": x.softcap, "rotate": x.rotate}
         return _of_each_head(eviction, weights, Observation(**where, **arrays))
 
-    score = row_by_row(info.policy.eviction.later, ranked, info.weights("eviction"), arrays)
+    score = row_by_row(eviction, ranked, weights, arrays)
     return jnp.take_along_axis(score, jnp.argsort(order, axis=-1), axis=-1)[..., :slots]
 
 

@@ -66,11 +66,14 @@ def _held(inner: property) -> property:
     return property(held)
 
 
+def has_rows(part: Part) -> bool:
+    """Does each row have hyperparameters of its own?"""
+    return hasattr(part, "_of_one_row")
+
+
 def row_by_row(part: Part, run: Callable[..., Any], params: Any, *args: Any) -> Any:
     """``run(part, params, *args)``; where rows have numbers of their own, for each with its own."""
-    return (
-        _after_weights(run)(part, params, *args) if hasattr(part, "_of_one_row") else run(part, params, *args)
-    )
+    return _after_weights(run)(part, params, *args) if has_rows(part) else run(part, params, *args)
 
 
 def _rows_of(part: Part, method: Callable[..., Any], *args: Any) -> Any:

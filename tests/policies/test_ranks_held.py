@@ -11,7 +11,7 @@ import pytest
 from policy_oracle import room
 
 from kvjax import layer
-from kvjax.algebra import Every, Eviction, Frame, Policy, PolicyError
+from kvjax.algebra import Every, Eviction, Frame, Observation, Policy, PolicyError
 from kvjax.budgets.ada import Ada
 from kvjax.budgets.pyramid import Pyramid
 from kvjax.budgets.uniform import Uniform
@@ -271,6 +271,22 @@ def test_what_is_held_is_ranked_as_a_prompt_with_gaps(name: str, every: int) -> 
     eviction, score = CASES[name]
     policy = Policy(eviction=eviction, budget=Uniform(TARGET, Every(every)), sinks=SINKS)
     same(policy, simulate(score, policy.ring_tokens, every))
+
+
+@pytest.mark.parametrize(("every", "heads"), [(4, K), (None, 2 * K)])
+def test_rows_with_turns_of_their_own_are_ranked_one_by_one(every, heads, monkeypatch) -> None:
+    """So a batch of many rows does not rank all of them whenever one is due."""
+    ranked, ranks = [], KeyDiff.score_prompt
+
+    def score_prompt(self: KeyDiff, weights: None, seen: Observation) -> jax.Array:
+        ranked.append(seen.pos.shape[0])
+        return ranks(self, weights, seen)
+
+    monkeypatch.setattr(KeyDiff, "score_prompt", score_prompt)
+    when = "every_step" if every is None else Every(every)
+    policy = Policy(eviction=KeyDiff(), budget=Uniform(TARGET, when), sinks=SINKS)
+    same(policy, simulate(keydiff, policy.ring_tokens, every or 1))
+    assert ranked == [2, heads], "the prompt's rows, and heads of later rows"
 
 
 @pytest.mark.parametrize("eviction", [CASES["snapkv"], (KNorm(), norm)])
