@@ -151,7 +151,9 @@ class Frontier(TaskOptions):
 
     config: Path = option(Path("configs/eval/frontier.yaml"), "budgets, policies and stages", "FILE")
     samples: int | None = option(None, "of a cell (default: as the stages say)")
-    stages: int | None = option(None, "how many (default: all)")
+    stages: int | None = option(
+        None, "how many; 0: only the pages, of what is measured (default: all)", type=cli.whole(0)
+    )
     out: Path = shared("--out", help="folder of results, resumed if there", required=True)
     progress: bool | None = shared("--progress")
 

@@ -166,7 +166,7 @@ def run(
       model, data: the model, and where texts come from.
       store: the folder of results.
       samples: a cell; None: as the stages say.
-      last: stop after so many stages.
+      last: stop after so many stages; 0 measures nothing.
       chat: put questions through the chat template.
       say: called with a line for each cell and stage.
       shown: progress bar.

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import types
+from pathlib import Path
 
 import eval_rows
 import numpy as np
@@ -17,6 +18,7 @@ from kvjax import decode, metrics
 from kvjax.algebra import PolicyError
 from kvjax.eval import frontier
 from kvjax.eval.errors import EvalError
+from kvjax.eval.measure.store import SCHEMA, Store
 from kvjax.eval.report import front
 from kvjax.eval.report.table import Results
 from kvjax.weights import _auto as auto
@@ -24,6 +26,7 @@ from kvjax.weights import chosen, fingerprint, is_auto
 from kvjax.weights._bytes import live_bytes
 
 DIM = 64
+STORED = Path(__file__).parents[2] / "results" / "frontier"
 
 
 @pytest.mark.parametrize(
@@ -143,6 +146,25 @@ def test_a_stage_may_have_policies_of_its_own(tmp_path):
     first, second = plan.stages
     assert first.policies is None
     assert second.policies == {"int8": None, "write_gate(0.2)": {"write_gate": "aggressive"}}
+
+
+def test_no_stage_measures_nothing(tmp_path):
+    """Pages are made again from what is there."""
+    store = Store.open(tmp_path, {"schema": SCHEMA})
+    for row in FOUND.rows:
+        store.append(row)
+    plan = frontier.read(frontier.EXAMPLE)
+    assert frontier.run(plan, None, None, store, last=0).rows == FOUND.rows
+
+
+@pytest.mark.slow
+def test_the_pages_of_the_front_are_those_of_its_rows():
+    found = Results(tuple(Store(STORED).done().values()))
+    facts, plan = json.loads((STORED / "about.json").read_text()), frontier.read(frontier.EXAMPLE)
+    command = f"python -m kvjax.eval frontier --config {frontier.EXAMPLE}"
+    assert front.page(found, DIM, plan.shares, command) == (STORED / "front.md").read_text()
+    assert front.as_json(found, DIM, facts, command) == (STORED / "front.json").read_text()
+    assert (auto.SHIPPED[-1] / "front.json").read_text() == (STORED / "front.json").read_text()
 
 
 def test_codes_whose_bytes_hold_every_token_have_no_budget_to_set():
