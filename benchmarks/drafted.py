@@ -119,7 +119,8 @@ class Side:
 
     def piece(self, tokens: int, length: int = 0, accepted: float = 0.0) -> tuple[float, Any]:
         """Seconds of ``tokens`` of each row by drafts of ``length``, 0 for plain steps; and their tally."""
-        fixed, how = self._fixed, (self.model.params, {}, self.state, self.rows(accepted), np.int32(tokens))
+        fixed, rows = self._fixed, self.rows(accepted)
+        how: tuple[Any, ...] = (self.model.params, {}, self.state, rows, np.int32(tokens))
         begun = time.perf_counter()
         if length:
             self.state, _, _, tally = rounds.drafted_steps(*fixed, length, *how)
