@@ -69,6 +69,7 @@ def held_scores(
 def _scores(
     info: LayerInfo, eviction: Eviction, weights: Any, x: Heads, cache: LayerCache, length: Int[Array, " B"]
 ) -> Float[Array, "B K C"]:
+    """``held_scores`` of all rows of a cache at once."""
     ring, paged = cache.ring, per_head.slots(cache.pools)
     rows, heads, slots = paged.pos.shape
     every = jnp.broadcast_to(jnp.arange(slots), paged.pos.shape)
