@@ -20,6 +20,7 @@ from kvjax.algebra import Policy, PolicyError
 from kvjax.decode import RequestError, _draft, best_length, gain
 from kvjax.decode._draft_length import AGAIN, DraftLength
 from kvjax.layer import LayerInfo
+from kvjax.sampling import sampling
 from kvjax.types import Heads
 
 QUEST, TOPK = "quest(chunks=1, chunk=4, dense=0, recent=8)", "topk(2, sinks=2, tail=6)"
@@ -130,6 +131,22 @@ def test_a_layer_verifies_and_writes_what_steps_do(policy):
     for a, b in zip(jax.tree.leaves(written), jax.tree.leaves(cache)):
         np.testing.assert_array_equal(a, b)
     assert any(page.length.sum() > 0 for page in cache.pools), "nothing left the window"
+
+
+@pytest.mark.parametrize(("left", "steps"), [([5, 2], 3), ([1, 3], 2), ([1, 1], 0)])
+def test_the_last_token_of_a_row_costs_no_draft_step(left, steps, monkeypatch):
+    """Verification draws it, so at most three are drafted, one less than the longest row may write."""
+    policy = kvjax.policy(f"draft({QUEST}, most=3)")
+    state, _ = tiny.read(policy, PROMPTS[:2], 16)
+    one = jnp.ones(2, jnp.int32)
+    left = jnp.asarray(left)
+    rows = decode.DecodeRows(token=one, done=one == 0, left=left, stops=-one[:1], how=sampling(2))
+    calls, draft = [], layer.draft
+    monkeypatch.setattr(layer, "draft", lambda *args: calls.append(1) or draft(*args))
+    with jax.disable_jit():
+        drafts = _draft._drafted(tiny.model().network, policy, 3, tiny.model().params, {}, state, rows)
+    assert len(calls) == steps * len(state.layers)
+    assert (drafts >= 0).sum(axis=1).tolist() == [min(3, n - 1) for n in left]
 
 
 @pytest.mark.slow
