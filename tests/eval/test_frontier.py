@@ -99,15 +99,16 @@ def test_near_the_front_are_those_within_so_many_points():
     assert "snapkv(32) + uniform(128)" not in frontier.near_the_front(FOUND, named, DIM, 5, least=51)
 
 
-def test_tables_and_sentences_say_the_same():
+def test_the_tables_of_the_page_say_the_same():
     text = front.table_of(FOUND, DIM)
     assert "| 512 | `snapkv(32) + uniform(128)` | 25.0 % | 1 | 50.0 (" in text
     assert "| 512 | `snapkv(32) + int8(32) + ada(454)`" in text
     assert "knorm" not in text, "another policy is better for no more"
-    assert "take `snapkv(32) + uniform(128)` (50.0 %, -50.0 points" in front.needs(FOUND, DIM, [0.25])
+    needs = front.needs(FOUND, DIM, [0.25])
+    assert "| 30 % of the bytes | `snapkv(32) + uniform(128)` | 50.0 | 100.0 |" in needs
     gates = ("write_gate(0.2)|aggressive", 0.2, [1.0, 1.0]), ("write_gate(0.2)", 0.2, [0.0, 0.0])
     whole = front.page(rows(("full", 1.0, [1.0, 1.0]), *gates), DIM, [0.25], "it")
-    assert f"take `{kvjax.policy('write_gate(0.2)')!r} [aggressive]` (100.0 %" in whole
+    assert f"| 30 % of the bytes | `{kvjax.policy('write_gate(0.2)')!r} [aggressive]` | 100.0 |" in whole
     assert f"| `{kvjax.policy('write_gate(0.2)')!r} [aggressive]` | 20.0 % |" in whole
 
 

@@ -232,7 +232,7 @@ def test_fronts_of_long_answers_are_apart_and_count_what_is_held_while_they_are_
     }
     assert {key for key in front.points(Results(tuple(answers)), 64)} == {(1024, LONG)}
     page = front.page(Results((*other, *answers)), 64, (0.5,), "command")
-    assert "in long answers, take `snapkv(8) + uniform(64)`" in page
+    assert "| long answers | 1024 | 60 % of the bytes | `snapkv(8) + uniform(64)` |" in page
     assert page.index("While long answers are written:") < page.rindex("| length |")
 
 

@@ -27,6 +27,8 @@ NEAR, LEAST, MOST_NAMED = 5, 50, 12
 """Pictures name families within so many points of the front and above so many percent, at most so many."""
 SLACK = 1.02
 """Bytes up to 2 % over a budget count as equal to it."""
+ROOM = 1.2
+"""What a cache holds over its budget, at most: the newest tokens and the rest of pages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,10 +206,6 @@ def _question(protocol: str) -> str:
     return PROTOCOLS.get(protocol, "either way")
 
 
-def _when(protocol: str) -> str:
-    return "in long answers" if protocol == LONG else f"with the {_question(protocol)}"
-
-
 MOST = 25
 """Rows of the page's table; every point is in the folder's results.jsonl."""
 
@@ -261,24 +259,23 @@ def page(results: Results, head_dim: int, shares: Sequence[float], command: str)
 
 
 def needs(results: Results, head_dim: int, shares: Sequence[float]) -> str:
-    """Which policy for which need: a sentence a budget and protocol, at the longest length measured."""
-    sentences = []
+    """Which policy to take: a line a budget and protocol, at the longest length measured."""
+    lines = []
     by_key = points(results, head_dim)
     longest = {protocol: max(n for n, p in by_key if p == protocol) for _, protocol in by_key}
-    for (length, protocol), group in by_key.items():
-        if length != longest[protocol]:
-            continue
+    for protocol in sorted(longest, key=[*PROTOCOLS, "either"].index):
+        length = longest[protocol]
+        group = by_key[length, protocol]
         full = next((p for p in group if p.policy == table.FULL), None)
-        for most in shares:
-            fits = [p for p in group if p.share <= SLACK * most and p.policy != table.FULL]
+        for most in (ROOM * share for share in shares):
+            fits = [p for p in group if p.share <= most and p.policy != table.FULL]
             if fits:
                 best = max(fits, key=lambda p: p.score)
-                loss = "" if full is None else f", {best.score - full.score:+.1f} points from the full cache"
-                sentences.append(
-                    f"For at most {100 * most:.0f} % of the bytes, {_when(protocol)}, take "
-                    f"`{best.name}` ({best.score:.1f} %{loss})."
-                )
-    return " ".join(sentences) or "No cell was informative: nothing can be said."
+                held, score = f"{100 * most:.0f} % of the bytes", f"{best.score:.1f}"
+                line = [_question(protocol), length, held, f"`{best.name}`", score]
+                lines.append([*line, "" if full is None else f"{full.score:.1f}"])
+    columns = ["protocol", "length", "at most", "take", "score, %", "full cache"]
+    return table.markdown(columns, lines) if lines else "No cell was informative: nothing can be said."
 
 
 def as_json(results: Results, head_dim: int, about: dict[str, Any], command: str) -> str:
