@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import layer
+from kvjax.algebra import Eviction
 from kvjax.decode._by_layer import embed, outer
 from kvjax.decode._capacity import bucket, padded
 from kvjax.decode._checks import Prompts, check_prompts, read_prompts
@@ -31,17 +32,20 @@ class PromptActivations:
       context: most tokens a row will ever see.
       inputs: of every layer, and the last one's output.
       lse: of every layer's attention.
+      replayed: scores [B, K, T] of every layer after the pieces of an eviction that replays, once one of its
+        policies was served.
     """
 
     prompts: tuple[np.ndarray, ...]
     context: int
     inputs: tuple[Float[Array, "B T D"], ...]
     lse: tuple[Float[Array, "B N T"], ...]
+    replayed: dict[Eviction, list[Float[Array, "B K T"]]] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes it holds."""
-        return sum(x.nbytes for x in (*self.inputs, *self.lse))
+        return sum(x.nbytes for x in jax.tree.leaves((self.inputs, self.lse, [*self.replayed.values()])))
 
 
 def read_full(model: Weighted, prompts: Prompts, *, context: int | None = None) -> PromptActivations:

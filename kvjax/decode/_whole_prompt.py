@@ -127,7 +127,8 @@ def read_layers(
     done, layers = 0, network.num_layers
     if policy.holds_prompt:
         pieces = padded_pieces(prompt_pieces("read_layers", model, policy, prompts))
-        layers *= 2 + len(pieces)
+        scored = reading.replayed.get(policy.eviction) if reading else None
+        layers *= 2 + (0 if scored else len(pieces))
         for index, call in enumerate(calls):
             one, window = of_layer(network, index), network.windows[index]
             if policy.eviction.replays:
@@ -139,7 +140,9 @@ def read_layers(
             held.append(cached)
             yield (done := done + 1), layers
         state = _with_full_cache(state, held, pieces)
-        for tokens, *numbers in pieces:
+        if scored:
+            held = [(k, v, scores) for (k, v, _), scores in zip(held, scored)]
+        for tokens, *numbers in () if scored else pieces:
             y = run.embed(network, outer(params), total, tokens, mesh)
             rows = [mesh.put(number) for number in numbers]
             for index, call in enumerate(calls):
@@ -148,6 +151,8 @@ def read_layers(
                 y, scores = run.replay(*kind, y, k, v, scores, total, *rows, mesh)
                 held[index] = (k, v, scores)
                 yield (done := done + 1), layers
+        if reading and policy.eviction.replays:
+            reading.replayed[policy.eviction] = [scores for *_, scores in held]
     whole_layers = [index for index, window in enumerate(network.windows) if window is None]
     if policy.budget.over_layers and whole_layers:
         for index in whole_layers if policy.eviction.replays else ():

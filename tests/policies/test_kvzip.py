@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import types
 from typing import Any
@@ -111,12 +112,21 @@ def test_the_tokens_that_received_most_attention_stay(size, sinks, output):
 
 
 def test_what_a_reading_is_cut_to_is_what_a_prefill_keeps():
-    policy = f"kvzip(16, sinks=3, instruction={ASK}) + uniform(13)"
-    direct, first = kvjax.prefill(tiny.model(), policy, PROMPTS, context=tiny.CONTEXT, page=tiny.PAGE)
+    """At two budgets, of which the second does not feed the pieces again; a prompt's other pieces are fed."""
     reading = decode.read_full(tiny.model(), PROMPTS, context=tiny.CONTEXT)
-    state, logits = decode.cut(tiny.model(), policy, reading, page=tiny.PAGE)
-    np.testing.assert_array_equal(metrics.present(state), metrics.present(direct))
-    np.testing.assert_allclose(logits, first, atol=1e-4)
+    cut = functools.partial(decode.cut, tiny.model(), reading=reading, page=tiny.PAGE)
+    eviction = f"kvzip(16, sinks=3, instruction={ASK})"
+    for policy in (f"{eviction} + uniform(13)", f"{eviction} + uniform(9)"):
+        direct, first = kvjax.prefill(tiny.model(), policy, PROMPTS, context=tiny.CONTEXT, page=tiny.PAGE)
+        state, logits = cut(policy)
+        np.testing.assert_array_equal(metrics.present(state), metrics.present(direct))
+        np.testing.assert_allclose(logits, first, atol=1e-4)
+        assert [*reading.replayed] == [kvjax.policy(policy).eviction]
+    ((known, scores),) = reading.replayed.items()
+    reading.replayed[known] = [-x for x in scores]
+    assert (metrics.present(cut(policy)[0]) != metrics.present(direct)).any()
+    cut(f"kvzip(100, sinks=3, instruction={ASK}) + uniform(13)")
+    assert len(reading.replayed) == 2
 
 
 def test_the_peak_is_the_full_cache_and_a_piece():
