@@ -127,6 +127,12 @@ class Run(TaskOptions):
             if jobs:
                 raise EvalError(f"--suite {self.suite} is a run of its own. Leave --task and --config out.")
             return ()
+        for name in ("ratios", "rows", "revision", "price", "by", "dry_run"):
+            if getattr(self, name):
+                flag = name.replace("_", "-")
+                raise EvalError(
+                    f"--{flag} is for a public benchmark. Leave it out, or name one with --suite."
+                )
         if not jobs:
             raise EvalError(
                 "run has nothing to do. Give --task and --policy, or --config, or --suite and --policy."

@@ -260,6 +260,14 @@ def test_a_run_that_cannot_be_says_so_in_a_sentence(tiny_folder, measured, tmp_p
     assert error.count("\n") == 1
 
 
+def test_what_only_a_suite_reads_is_refused_without_one(tmp_path, capsys):
+    """``--dry-run`` above all: nobody who gives it wants the run."""
+    out = tmp_path / "out"
+    assert main(["run", "--task", "niah", "--policy", "full", "--out", str(out), "--dry-run"]) == 2
+    assert "--dry-run is for a public benchmark" in capsys.readouterr().err
+    assert not out.exists()
+
+
 # --- memory and time -----------------------------------------------------------------------------
 
 
