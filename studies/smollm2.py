@@ -31,9 +31,6 @@ HEAD_DIM = 64
 OWN = frozenset({"write_gate", "conf_kv", "kvp", "gvote", "phi", "kvp_oracle"})
 """Parts that the five papers are about, and the oracle, which is nobody's rival."""
 
-CODES = frozenset({"int8", "int4"})
-"""Parts that store slots in fewer bits: whatever chooses slots can have them too."""
-
 LARGER = 1.05
 """A rival may hold, or read, so many times as much: rounding does not help the papers' methods."""
 
@@ -101,8 +98,8 @@ class Entry:
 
     @property
     def coded(self) -> bool:
-        """Does it store slots in fewer bits?"""
-        return bool(self.rows[0].parts & CODES)
+        """Does it store slots in fewer bits? Whatever chooses slots can have them so, too."""
+        return any(part["place"] == "storage" for part in self.rows[0].policy["parts"])
 
     @property
     def values(self) -> list[float]:
