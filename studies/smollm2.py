@@ -297,7 +297,7 @@ def as_json(rows: Sequence[Row], facts: dict[str, Any]) -> str:
     found = []
     for length in sorted({row.cell.length for row in rows}):
         group = points(rows, length)
-        usable = [p for p in group if not p.weights and front.beats_window(p, group)]
+        usable = [p for p in group if not p.weights and front.for_auto(p, group)]
         found += [
             {"length": length, "protocol": "agnostic", **dataclasses.asdict(point)}
             for point in front.front(usable)

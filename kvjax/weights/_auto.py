@@ -1,6 +1,7 @@
 """``auto(0.2)``, ``auto(64MiB)``: the policy that measured best at so many bytes, once the model is known.
 
 A share is of the 16-bit bytes of a cache that keeps everything. Bytes are a row's own, of prompt and answer.
+Policies that feed a prompt twice are not among the measurements.
 
 The measurements are ``front.json`` in a model's folder (``python -m kvjax.eval frontier``). A model without
 one, or with one of another fingerprint, uses those of SmolLM2-135M-Instruct, and where these have nothing

@@ -295,10 +295,12 @@ def test_no_measured_policy_that_fits_is_better_than_the_choice(size, tokens):
             chosen(f"auto({size})", model, prompt=tokens[0], answer=tokens[1])
 
 
-def test_a_point_behind_a_plain_window_is_never_the_choice():
+def test_a_point_behind_a_plain_window_or_with_a_second_pass_is_never_the_choice():
     results = rows(("full", 1.0, [1.0]), ("window(64) + sinks(4)", 0.2, [1.0, 1.0, 0.0, 0.0]),
                    ("knorm + uniform(64)", 0.18, [1.0, 0.0, 0.0, 0.0]),
+                   ("kvzip + uniform(64)", 0.19, [1.0, 1.0, 1.0, 0.0]),
                    ("snapkv(32) + uniform(64)", 0.19, [1.0, 1.0, 0.0, 0.0]))  # fmt: skip
+    assert "kvzip" in front.table_of(results, DIM)
     tree = json.loads(front.as_json(results, DIM, {"model": "", "fingerprint": ""}, "it"))
     assert [entry["policy"] for entry in tree["front"]] == ["snapkv(32) + uniform(64)"]
 

@@ -241,6 +241,14 @@ def beats_window(point: Point, group: Sequence[Point]) -> bool:
     return point.score >= float(np.interp(point.share, shares, scores)) - 1e-9
 
 
+def for_auto(point: Point, group: Sequence[Point]) -> bool:
+    """Whether ``auto`` may take a point: no worse than a window, and without a second pass over the prompt.
+
+    A second pass takes the prompt's time and positions once more, which nobody asked for by naming a size.
+    """
+    return not parse_policy(point.policy).eviction.replays and beats_window(point, group)
+
+
 def page(results: Results, head_dim: int, shares: Sequence[float], command: str) -> str:
     """The page for people who choose a policy."""
     parts = [
@@ -281,13 +289,13 @@ def needs(results: Results, head_dim: int, shares: Sequence[float]) -> str:
 def as_json(results: Results, head_dim: int, about: dict[str, Any], command: str) -> str:
     """The front as ``auto`` reads it, by length and protocol, with its model and command.
 
-    Points whose weights are not the default are left out, and those behind a plain window at their bytes. The
-    front of policies that learn nothing is there too: another model can have those.
+    Points whose weights are not the default are left out, and those that are not ``for_auto``. The front of
+    policies that learn nothing is there too: another model can have those.
     """
     entries = []
     for (length, protocol), group in points(results, head_dim).items():
         usable = [p for p in group if all(_default(label) for label in p.weights.split(",") if label)]
-        usable = [p for p in usable if beats_window(p, group)]
+        usable = [p for p in usable if for_auto(p, group)]
         both = front(usable) + front([p for p in usable if not p.weights])
         entries += [
             {"length": length, "protocol": protocol, **dataclasses.asdict(point)}
