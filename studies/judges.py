@@ -67,7 +67,8 @@ def attention_free(row: Row) -> bool:
 def _attention_free_parts() -> frozenset[frozenset[str] | None]:
     def fits(policy: Policy) -> bool:
         decides = not policy.eviction.idle or policy.admission.rejects_all
-        return decides and not policy.needs & {"q", "q_pre", "mass"} and not policy.learned
+        attends = policy.eviction.replays or policy.needs & {"q", "q_pre", "mass"}
+        return decides and not attends and not policy.learned
 
     return frozenset(_parts(name) for name in catalogue.PRESETS if fits(catalogue.policy(name)))
 

@@ -4,7 +4,7 @@ python -m studies.smollm2 results/smollm2/eval --out results/smollm2 --front FIL
 
 Prints the tables as Markdown. Each own method of the five papers
 is compared with the best other method of the same cell, on the same samples, at no more bytes (of those that
-choose what a step reads: at no more reads).
+choose what a step reads: at no more reads), and that feeds a prompt once, as they do.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvjax import cli
+from kvjax.catalogue import policy as parse_policy
 from kvjax.eval.measure.row import Row
 from kvjax.eval.measure.store import ABOUT, read
 from kvjax.eval.report import front, plotting, stats, table
@@ -102,6 +103,11 @@ class Entry:
         return any(part["place"] == "storage" for part in self.rows[0].policy["parts"])
 
     @property
+    def replays(self) -> bool:
+        """Does it feed a prompt twice?"""
+        return parse_policy(_readable(self.rows[0]).cell.policy).eviction.replays
+
+    @property
     def values(self) -> list[float]:
         """Higher is better, a number a sample: minus the divergence in nats, or the score in [0, 1]."""
         return [-x if row.each.kl else x for row in self.rows for x in (row.each.kl or row.each.score)]
@@ -169,14 +175,14 @@ def _name(row: Row) -> str:
 
 
 def rival(entry: Entry, others: Sequence[Entry]) -> Entry | None:
-    """The best method of another origin at no more bytes, or reads, that stores slots as this one does.
+    """The best method of another origin at no more bytes, or reads, with as many passes and bits as this one.
 
     None where none is that small.
     """
 
     def fits(other: Entry) -> bool:
         alike = other.rows[0].selects == entry.rows[0].selects and other.coded == entry.coded
-        alike = alike and len(other.values) == len(entry.values)
+        alike = alike and len(other.values) == len(entry.values) and not other.replays
         full = other.rows[0].cell.policy == table.FULL
         return alike and not other.own and not full and other.size <= entry.size * LARGER
 

@@ -120,6 +120,7 @@ def test_a_method_is_compared_with_the_best_baseline_of_each_cell():
         row("random + uniform(64)", [0.0] * 40, 25),
         row("keydiff + uniform(64)", third, 25),
         row("snapkv(32) + uniform(64)", GOOD, 25),
+        row("kvzip + overall(64)", GOOD, 25),  # attends in its second pass
         row("gvote(0.9)", GOOD, 25),  # no baseline: another paper's own
     )
     free = judges.better(judges.only("kvp"), judges.attention_free)

@@ -76,6 +76,8 @@ def test_a_rival_is_the_best_other_method_at_no_more_bytes():
     coded = [asked("int4", [1, 1, 1, 1], 0.3), asked("conf_kv + uniform(0.5) + int8", [1, 1, 0, 0], 0.5)]
     entries_coded = smollm2.cells(ROWS + coded)[NEEDLES]
     assert smollm2.rival(own, entries_coded) == best  # which can be stored in codes as well
+    twice = smollm2.cells([*ROWS, asked("kvzip + uniform(0.3)", [1, 1, 1, 1], 0.3)])[NEEDLES]
+    assert smollm2.rival(own, twice) == best  # which feeds a prompt once
     (mine,) = [x for x in entries_coded if x.name.startswith("conf_kv")]
     assert smollm2.rival(mine, entries_coded).name == "int4"
     assert smollm2.rival(entry(PASSAGES, "snapkv + uniform(0.15)"), entries) == entry(
