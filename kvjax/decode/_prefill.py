@@ -152,7 +152,7 @@ def cut(
 
     Args:
       model, policy, chunk_size, page, weights, seeds: as in ``prefill``.
-      reading: of the same model; left as it is.
+      reading: of the same model; keeps the scores of an eviction that replays, for its other budgets.
 
     Raises:
       RequestError: a policy that decides while it reads; wrong seeds.
