@@ -28,7 +28,7 @@ NEAR, LEAST, MOST_NAMED = 5, 50, 12
 SLACK = 1.02
 """Bytes up to 2 % over a budget count as equal to it."""
 ROOM = 1.2
-"""What a cache holds over its budget, at most: the newest tokens and the rest of pages."""
+"""Times a budget, for which the page names a policy: newest tokens and pages not full come on top."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
