@@ -100,6 +100,14 @@ def test_json_holds_what_the_library_computes(say, tiny_folder, policy):
     assert 0 < got["timings"]["first_token"] <= got["timings"]["total"]
 
 
+def test_a_draft_changes_no_text(say, tiny_folder):
+    code, out, err = say("--prompt", PROMPT, "--draft", "quest(chunks=2)")
+    assert (code, out) == (0, generated(tiny_folder, "full", PROMPT)[0] + "\n")
+    assert FACTS.fullmatch(err.strip())
+    drafted = json.loads(say("--prompt", PROMPT, "--draft", "quest(chunks=2)", "--json")[1])
+    assert kvjax.policy(drafted["policy"]) == kvjax.policy("full + draft(quest(chunks=2))")
+
+
 def test_file_and_pipe_give_the_same_answer_as_the_prompt(say, stdin, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)

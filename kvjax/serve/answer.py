@@ -24,6 +24,7 @@ from kvjax.types import Params
 
 DEFAULT_TOKENS = 128  # new tokens if no number is given
 TOKENS_PER_PIECE = 8  # tokens that a watching user gets at a time
+DRAFTED_PER_PIECE = 32  # the same with a draft: the last round of a piece is cut short
 BAR_DELAY = 0.5  # seconds before a progress bar appears; short prompts show none
 
 
@@ -167,6 +168,7 @@ def answer(
             seeds=options.seed,
             progress=progress,
         )
+    watched = TOKENS_PER_PIECE if options.policy.selection.drafts is None else DRAFTED_PER_PIECE
     stream = decode.stream(
         model,
         options.policy,
@@ -177,7 +179,7 @@ def answer(
             1, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
         ),
         weights=weights,
-        every=decode.MAX_STEPS if options.json else TOKENS_PER_PIECE,
+        every=decode.MAX_STEPS if options.json else watched,
     )
     for rows, after in stream:
         output.add(rows[0].tolist())
