@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import types
 from pathlib import Path
@@ -293,6 +294,16 @@ def test_no_measured_policy_that_fits_is_better_than_the_choice(size, tokens):
     else:
         with pytest.raises(PolicyError, match="the smallest measured policy"):
             chosen(f"auto({size})", model, prompt=tokens[0], answer=tokens[1])
+
+
+def test_what_auto_offers_was_measured_with_the_weights_that_ship():
+    """Weights trained anew leave measurements of the old ones behind: then measure those policies again."""
+    offered = json.loads((SHIPPED / "front.json").read_text())["front"]
+    measured = {label for entry in offered for label in entry["weights"].split(",") if label}
+    files = (SHIPPED / "weights").glob("*/default.safetensors")
+    shipped = {hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
+    assert measured
+    assert {label.rpartition("@")[2] for label in measured} <= shipped
 
 
 def test_a_point_behind_a_plain_window_or_with_a_second_pass_is_never_the_choice():
