@@ -52,7 +52,7 @@ def test_import_costs_less_than_half_a_second_beyond_jax(tmp_path):
 
     On a machine so busy that jax itself takes seconds, half of jax's own time. The first import writes the
     bytecode, as an installer does for a user: where Python is told to write none, compiling the sources is
-    most of an import (0.5 s of 0.65).
+    most of an import (0.4 s of 0.65).
     """
     bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     run("import kvjax", **bytecode)
