@@ -6,12 +6,14 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 from compiler import compiled_in_full
 
 import kvjax
 from kvjax import decode
+from kvjax.cache import write
 from kvjax.cache.state import KVState
 from kvjax.sampling import sampling
 
@@ -29,11 +31,11 @@ SPECS = (
 PAGE = 16
 
 
-def compiled(spec: str) -> tuple[str, set[str]]:
+def compiled(spec: str, dtype: jnp.dtype = jnp.float32) -> tuple[str, set[str]]:
     """The text of a loop over decode steps, and the shapes of its rings and pools."""
     model, policy = tiny.model(), kvjax.policy(spec)
     weights = {p.place: p.example_weights(jax.random.PRNGKey(0), model.network) for p in policy.learned}
-    state = decode.empty(model.network, policy, rows=1, context=96, dtype=jnp.float32, page=PAGE)
+    state = decode.empty(model.network, policy, rows=1, context=96, dtype=dtype, page=PAGE)
     state = decode.reserve(policy, state, 64, 1)
     rooms = [x for one in state.layers for x in (one.ring, *one.pools)]
     shapes = {",".join(map(str, x.shape)) for room in rooms for x in (room.k, room.v)}
@@ -57,6 +59,23 @@ def test_no_ring_and_no_pool_is_copied(spec):
     assert "while" in text
     copied = set(re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", text))
     assert not copied & shapes
+
+
+@pytest.mark.parametrize("spec", [SPECS[-1], "quest(chunks=2, chunk=8, recent=24)"])
+def test_no_pool_of_bfloat16_becomes_bits(spec):
+    text, shapes = compiled(spec, jnp.bfloat16)
+    assert any(f"bf16[{shape}]" in text for shape in shapes)
+    assert not any(f"u16[{shape}]" in text for shape in shapes)
+
+
+def test_a_slot_of_each_page_is_written_as_any_slots_are():
+    rng = np.random.default_rng(0)
+    old, value = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((9, 4, 8), (2, 3, 1, 8)))
+    page = jnp.asarray([[[4], [9], [0]], [[8], [1], [12]]])  # 9 and 12 are no pages
+    slot = jnp.asarray(rng.integers(4, size=page.shape))
+    ours = jax.jit(write.one_a_page)(old, page, slot, value)
+    np.testing.assert_array_equal(ours, write.scattered(old, (page, slot), value))
+    assert (np.asarray(ours) != np.asarray(old)).any(axis=(1, 2)).sum() == 4
 
 
 @pytest.mark.slow

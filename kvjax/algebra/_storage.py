@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvjax.algebra._part import Part
 from kvjax.cache.pages import Coming, Pages
-from kvjax.cache.write import scattered, there
+from kvjax.cache.write import one_a_page, scattered, there
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -98,11 +98,11 @@ class Storage(Part):
         self, pages: Pages, page: Array, slot: Array, k: Array, v: Array, coming: Coming | None = None
     ) -> Pages:
         """Writes k, v [..., H] into the slots; drops those whose page is out of range."""
-        return dataclasses.replace(
-            pages,
-            k=scattered(pages.k, (page, slot), k),
-            v=scattered(pages.v, (page, slot), v),
-        )
+        if page.shape[-1] == 1:  # a token of each KV head, which share no page
+            k, v = one_a_page(pages.k, page, slot, k), one_a_page(pages.v, page, slot, v)
+        else:
+            k, v = scattered(pages.k, (page, slot), k), scattered(pages.v, (page, slot), v)
+        return dataclasses.replace(pages, k=k, v=v)
 
     def read(self, pages: Pages, page: Array, slot: Array) -> tuple[Array, Array]:
         """The k, v [..., H] that a read sees in these slots."""

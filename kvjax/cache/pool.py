@@ -201,11 +201,14 @@ def empty(
 
 
 def resize(pages: Pages, count: int) -> Pages:
-    """The same pages in a pool of ``count`` pages, owned pages first and renumbered.
+    """The same pages in a pool of ``count`` pages, renumbered list by list, as a prompt's lie.
 
     ``count`` must be at least the number of owned pages (the caller has read it).
     """
-    order = jnp.argsort(pages.refs == 0, stable=True)  # owned pages, then free ones
+    owner = jnp.where(pages.refs > 0, pages.table.size, pages.table.size + 1)
+    listed = jnp.where(pages.table >= 0, pages.table, pages.count).reshape(-1)
+    owner = owner.at[listed].min(jnp.arange(pages.table.size), **DROP)
+    order = jnp.argsort(owner, stable=True)  # those in a list, those held elsewhere, free ones
     where = jnp.argsort(order)  # old id -> new id
     kept = jnp.arange(count)
     source = order[jnp.minimum(kept, pages.count - 1)]

@@ -69,6 +69,32 @@ def one_slot(
     return _at_slot(old, slot, value)
 
 
+def one_a_page(
+    old: Num[Array, "P S H"],
+    page: Int[Array, "B K 1"],
+    slot: Int[Array, "B K 1"],
+    value: Num[Array, "B K 1 H"],
+) -> Num[Array, "P S H"]:
+    """``scattered`` of tokens no two of which go to one page."""
+    value = value.astype(old.dtype)
+    if old.dtype == jnp.bfloat16 and WIDENS:
+        return jax.lax.platform_dependent(old, page, slot, value, cpu=_selected_in_pages, default=_in_pages)
+    return _in_pages(old, page, slot, value)
+
+
+def _in_pages(old: Array, page: Array, slot: Array, value: Array) -> Array:
+    return _plainly(old, (page, slot), value)
+
+
+def _selected_in_pages(old: Array, page: Array, slot: Array, value: Array) -> Array:
+    """As ``_selected``."""
+    (pages, size, _), places = old.shape, jnp.arange(page.size)
+    token = jnp.full(pages, -1).at[page.reshape(-1)].set(places, **DROP)
+    goes = jnp.maximum(token, 0)
+    chosen = (token >= 0)[:, None] & (jnp.arange(size) == there(slot.reshape(-1), goes)[:, None])
+    return jnp.where(chosen[..., None], there(value.reshape(page.size, -1), goes)[:, None], old)
+
+
 def _at_slot(old: Array, slot: Array, value: Array) -> Array:
     row, head = jnp.arange(old.shape[0])[:, None], jnp.arange(old.shape[1])[None, :]
     return _plainly(old, (row, head, slot[:, None]), value[:, :, 0])

@@ -53,7 +53,7 @@ def _of_pool(
     """Largest product of each slot with its page's queries; chunks of codes that nobody owns are skipped."""
     if scales is None:
         return products.scores(q, k, 1.0).max(axis=1)
-    chunks = flat.chunks_of(own, k.shape[1])
+    chunks = flat.chunks_of(own, k.shape[1], flat.CHUNK)
 
     def one(i: Int[Array, ""], largest: Float[Array, "P S"]) -> Float[Array, "P S"]:
         own_q, keys = chunks.cut(q, i), chunks.cut(k, i)

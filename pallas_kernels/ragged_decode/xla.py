@@ -60,22 +60,19 @@ def _flat(
     own, lost = flat.owners(ids, live, pools.k.shape[0])
     kv_heads = q.shape[0]
     if pools.scales is None:
-        parts = flat.of_floats(q, pools, own, options)
-        out, lse = flat.combine(parts, own, kv_heads)
-        assert parts.p is not None
-        exact = functools.partial(flat.without_dead, parts.p, pools.v, own)
+        out, lse, parts = flat.of_floats(q, pools, own, options)
 
         def again() -> Float[Array, "X R H"]:
-            return flat.combine(parts._replace(o=exact()), own, kv_heads)[0]
+            return flat.combine(flat.without_dead(q, pools, own, options), kv_heads)[0]
 
         out = jax.lax.cond(jnp.isnan(out).any(), again, lambda: out)
     else:
         parts = flat.of_codes(q, pools, own, options)
-        out, lse = flat.combine(parts, own, kv_heads)
+        out, lse = flat.combine(parts, kv_heads)
     lse = jnp.where(lost[:, None], jnp.nan, lse)
     out = jnp.where(lost[:, None, None], jnp.nan, out)
-    if not options.mass:
+    if parts is None or not options.mass:
         return out, lse, None
     see = live_slots(live, None, pools.k.shape[1])[..., None, :]
-    p = jnp.where(see, flat.received(parts, lse, own)[ids], 0.0)
+    p = jnp.where(see, flat.received(parts, lse)[ids], 0.0)
     return out, lse, p.reshape(kv_heads, -1, *p.shape[3:]).swapaxes(1, 2)

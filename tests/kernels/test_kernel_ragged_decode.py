@@ -19,6 +19,7 @@ from kernel_sizes import RAGGED_DECODE
 from pallas_kernels import EMPTY, Unsupported, merge, ragged_decode
 from pallas_kernels.ragged_decode import api, flat, xla
 from pallas_kernels.ragged_decode.call import Lists, Options, Pools
+from pallas_kernels.ragged_decode.ref import page_lists
 from pallas_kernels.ragged_decode.work import RaggedDecodeSizes
 
 IMPLS = ("ref", "xla")
@@ -223,7 +224,7 @@ def far_away(kind):
     shape = RAGGED_DECODE["g1_h128"]
     poison = np.nan if kind == "float32" else 0
     (q, k, v), lists = case(shape, edges(shape), kind=kind, poison=poison)
-    far = 3 * (flat.CHUNK // shape.S) + 5
+    far = 4 * (flat.CHUNK // shape.S) + 5
     k, v = (jnp.concatenate([jnp.full((far, *x.shape[1:]), 99, x.dtype), x]) for x in (k, v))
     if "scales" in lists:
         lists["scales"] = jnp.concatenate([jnp.ones((far, *lists["scales"].shape[1:])), lists["scales"]])
@@ -234,8 +235,52 @@ def far_away(kind):
 @pytest.mark.parametrize("kind", ["int8", "uint8", "float32"])
 def test_chunks_nobody_owns_are_skipped_and_no_others(kind):
     shape, (q, k, v), lists = far_away(kind)
-    assert k.shape[0] * shape.S > (flat.LARGE - 1) * flat.CHUNK
+    assert k.shape[0] * shape.S >= flat.LARGE
     check(ragged_decode(q, k, v, **lists, mass=True, impl="xla"), oracle(q, k, v, **lists), shape.M * shape.S)
+
+
+def as_prompts_lie(swapped, poison):
+    """Two KV heads' pages one after the other in a pool of five chunks, some of them swapped."""
+    rng = np.random.default_rng(3)
+    pages, size, length = 320, 64, np.array([[9000, 10900]])
+    where = np.arange(pages)
+    for page, other in zip(range(3, pages // 2, 32), range(swapped)):
+        where[[page, -page - 10 * other]] = where[[-page - 10 * other, page]]
+    need = -(-length // size)[0]
+    table = np.full((1, 2, max(need)), EMPTY)
+    live = np.zeros((pages, size), bool)
+    for head, begins in enumerate((0, need[0])):
+        table[0, head, : need[head]] = where[begins : begins + need[head]]
+        live[table[0, head, : need[head]]] = (np.arange(need[head] * size) < length[0, head]).reshape(
+            -1, size
+        )
+    q = rng.normal(size=(1, 4, 2, 16))
+    k, v = np.where(live[..., None], rng.normal(size=(2, pages, size, 16)), poison)
+    return (
+        [jnp.asarray(x, jnp.float32) for x in (q, k, v)],
+        jnp.asarray(table, jnp.int32),
+        jnp.asarray(length),
+    )
+
+
+@pytest.mark.parametrize("poison", [99, np.nan])
+@pytest.mark.parametrize(("swapped", "long"), [(0, True), (1, True), (5, False)])
+def test_pages_that_lie_together_are_read_as_one(swapped, long, poison):
+    arrays, table, length = as_prompts_lie(swapped, poison)
+    pool, size = arrays[1].shape[:2]
+    own, _ = flat.owners(*page_lists(Lists(table, length, None, None), pool, size), pool)
+    how = flat._long_pages(own, 2, size)
+    assert how.pay == long
+    assert how.others.live.any()
+    for softcap in (None, 2.0):
+        lists = {"table": table, "length": length, "softcap": softcap}
+        right = oracle(*arrays, **lists)[:2]
+        check(ragged_decode(*arrays, **lists, impl="xla"), right, int(length.max()))
+
+
+def test_a_long_page_is_a_chunk_or_nearly():
+    assert [flat.long_page(pool, 64) for pool in (320, 224, 254, 257, 1026)] == [64, 56, 127, 0, 57]
+    assert [flat.long_page(pool, size) for pool, size in ((256, 256), (80, 8192), (80, 1024))] == [16, 0, 4]
 
 
 @pytest.mark.parametrize("kind", ["int8", "uint8"])
