@@ -368,3 +368,16 @@ def test_a_full_pool_or_list_says_so():
         pages = append(storage, pages, *tokens.entry(numbers), which)
     assert not bool(pages.overflow)
     assert bool(append(storage, pages, *tokens.entry(numbers), which).overflow)
+
+
+def test_a_pool_of_another_size_has_its_pages_list_by_list():
+    """Tokens that come in turns leave the lists' pages in turns; a prompt leaves each list's in a row."""
+    storage, tokens = Native(), Tokens()
+    which, pages = np.zeros((B, K, MANY), np.int32), empty(storage, SIZES[1])
+    for _ in range(3):
+        numbers = tokens.make(np.random.default_rng(0), B * MANY).reshape(B, MANY)
+        pages = append(storage, pages, *tokens.entry(numbers), which)
+    tables = (np.asarray(x.table) for x in (pages, resize(pages, SIZES[1] + 3)))
+    before, moved = (table[table >= 0] for table in tables)
+    assert (np.diff(before) != 1).any()
+    np.testing.assert_array_equal(moved, np.arange(len(before)))
