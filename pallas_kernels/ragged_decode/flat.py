@@ -14,8 +14,8 @@ times as slow wherever there is a choice: 65,536 slots by 15 queries 7.3 ms, 3.0
 
 * As a prompt's do, KV head by KV head. Then a chunk is read as one long page: products of 64 or 256 keys are
   too short for a second thread, and for the registers of one. The few pages in it of other KV heads are read
-  by small chunks. (Steps of 6 layers, 2 KV heads of 31,104 slots in pages of 256, two CPU cores: 10.4 ms, in
-  place 12.7, where a ring takes 9.5.)
+  by small chunks. (Steps that read 2 KV heads of 32,768 tokens take 1.15 to 1.23 times those of a ring, all
+  in place 1.29 to 1.63: ``own`` of ``python -m benchmarks drafted``, two CPU cores.)
 * Most of them nobody's: one text in a batch of sixteen rows, as free pages are given out from the lowest on;
   a list of a few first tokens. Then small chunks with an owner are read one by one, and no others.
 
