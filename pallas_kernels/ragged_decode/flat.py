@@ -9,15 +9,17 @@ answers with a partial of its own, and the partials of a KV head's pages are sum
   partial    m l o    m l o    -        m l o        segment max and sum by owner
 
 A float pool is one product in place: cutting it into chunks copies it. For a large one it matters how its
-pages lie, in float32. (bfloat16 is read in place: XLA makes all of it float32 for a loop, and is up to three
-times as slow wherever there is a choice: 65,536 slots by 15 queries 7.3 ms, 3.0 without one.)
+pages lie.
 
-* As a prompt's do, KV head by KV head. Then a chunk is read as one long page: products of 64 or 256 keys are
-  too short for a second thread, and for the registers of one. The few pages in it of other KV heads are read
-  by small chunks. (Steps that read 2 KV heads of 32,768 tokens take 1.15 to 1.23 times those of a ring, all
-  in place 1.29 to 1.63: ``own`` of ``python -m benchmarks drafted``, two CPU cores.)
 * Most of them nobody's: one text in a batch of sixteen rows, as free pages are given out from the lowest on;
   a list of a few first tokens. Then small chunks with an owner are read one by one, and no others.
+* As a prompt's do, KV head by KV head. Then a float32 chunk is read as one long page: products of 64 or 256
+  keys are too short for a second thread, and for the registers of one. The few pages in it of other KV heads
+  are read by small chunks. (Steps that read 2 KV heads of 32,768 tokens take 1.15 to 1.23 times those of a
+  ring, all in place 1.29 to 1.63: ``own`` of ``python -m benchmarks drafted``, two CPU cores.)
+
+On a CPU bfloat16 is always read in place: XLA makes all of it float32 for a loop, and is up to three times as
+slow wherever there is a choice (65,536 slots by 15 queries 7.3 ms, 3.0 without one).
 
 A pool of codes is read in chunks of pages, which become float while they are in a core's own cache, and
 chunks that no KV head owns are skipped: the pool is never converted as a whole.
@@ -184,21 +186,27 @@ def of_floats(
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Partials | None]:
     """Output and lse of every KV head, and partials if there is mass. NaN in a dead value makes NaN."""
     pool, size, _ = pools.k.shape
-    ways: list[Callable[..., Partials]] = [_in_place]
-    way = jnp.int32(0)
-    if pools.k.dtype == jnp.float32 and pool * size >= LARGE:
-        chunks = chunks_of(own, size, SMALL)
-        ways.append(functools.partial(_by_chunks, slots=SMALL))
-        way = jnp.where(FEW * chunks.busy < len(chunks.starts), 1, 0)
-        if (long := _long_pages(own, q.shape[0], size)) and not options.mass:
-            ways.append(functools.partial(_by_long_pages, long=long))
-            way = jnp.where((way == 0) & long.pay, 2, way)
+    is_float32 = pools.k.dtype == jnp.float32
 
-    def whole(one: Callable[..., Partials]) -> tuple[Array, Array, Partials | None]:
-        parts = one(q, pools, own, options)
+    def by(way: Callable[..., Partials]) -> tuple[Array, Array, Partials | None]:
+        parts = way(q, pools, own, options)
         return *combine(parts, q.shape[0]), parts if options.mass else None
 
-    return jax.lax.switch(way, [functools.partial(whole, one) for one in ways])  # type: ignore[no-any-return]
+    def as_it_lies() -> tuple[Array, Array, Partials | None]:
+        chunks = chunks_of(own, size, SMALL)
+        ways: list[Callable[..., Partials]] = [_in_place, functools.partial(_by_chunks, slots=SMALL)]
+        chosen = jnp.where(FEW * chunks.busy < len(chunks.starts), 1, 0)
+        if is_float32 and not options.mass and (long := _long_pages(own, q.shape[0], size)):
+            ways.append(functools.partial(_by_long_pages, long=long))
+            chosen = jnp.where((chosen == 0) & long.pay, 2, chosen)
+        return jax.lax.switch(chosen, [functools.partial(by, way) for way in ways])  # type: ignore[no-any-return]
+
+    if pool * size < LARGE:
+        return by(_in_place)
+    if is_float32:
+        return as_it_lies()
+    in_place = functools.partial(by, _in_place)
+    return jax.lax.platform_dependent(cpu=in_place, default=as_it_lies)  # type: ignore[no-any-return]
 
 
 def _in_place(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Options) -> Partials:

@@ -239,6 +239,18 @@ def test_chunks_nobody_owns_are_skipped_and_no_others(kind):
     check(ragged_decode(q, k, v, **lists, mass=True, impl="xla"), oracle(q, k, v, **lists), shape.M * shape.S)
 
 
+@pytest.mark.parametrize(
+    ("platform", "kind", "loops"), [("tpu", "bfloat16", 2), ("cpu", "bfloat16", 1), ("cpu", "float32", 2)]
+)
+def test_only_a_cpu_reads_all_of_a_large_bfloat16_pool(platform, kind, loops):
+    """Small chunks are read one by one in a loop; the other is for dead slots that hold NaN."""
+    _, (q, k, v), lists = far_away("float32")
+    k, v = k.astype(kind), v.astype(kind)
+    read = jax.jit(lambda q, k, v, lists: ragged_decode(q, k, v, **lists, impl="xla"))
+    text = read.trace(q, k, v, lists).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("stablehlo.while") == loops
+
+
 def as_prompts_lie(swapped, poison):
     """Two KV heads' pages one after the other in a pool of five chunks, some of them swapped."""
     rng = np.random.default_rng(3)
