@@ -18,7 +18,7 @@ from benchmarks.random_model import SIZES
 from kvjax import decode, layer
 from kvjax.algebra import Policy, PolicyError
 from kvjax.decode import RequestError, _draft, best_length, gain
-from kvjax.decode._draft_length import AGAIN, DraftLength
+from kvjax.decode._draft_length import AGAIN, PROBE, DraftLength
 from kvjax.layer import LayerInfo
 from kvjax.sampling import sampling
 from kvjax.types import Heads
@@ -67,7 +67,7 @@ def test_text_and_state_are_those_of_plain_decoding(spec, draft):
         assert drafted.tokens == write(spec, PROMPTS, **how).tokens
         assert 0 < drafted.accepted < drafted.drafted, "all or none was accepted: the test says little"
     with pytest.MonkeyPatch.context() as patch:  # the same pages, read plainly
-        patch.setattr(_draft.Drafter, "of", staticmethod(lambda policy: None))
+        patch.setattr(_draft.Drafter, "of", staticmethod(lambda policy, state: None))
         plain = write(policy, PROMPTS, **how)
     assert plain.drafted == 0
     same_state(drafted.state, plain.state)
@@ -211,16 +211,43 @@ def test_the_gain_counts_every_outcome():
 def test_the_length_of_drafts_follows_what_is_measured(monkeypatch, accepted, draft, verify, tried, chosen):
     monkeypatch.undo()
     length, told = DraftLength(4), []
-    for piece in range(AGAIN + 2):
+    for piece in range(4 * AGAIN):
         told.append((length.next, length.tokens(64)))
-        k, drafts = length.next, bool(length.next)
-        seconds = None if piece == 0 else 10 * (k * draft + verify) if k else 10
-        length.saw(k, 10, 100 * drafts, round(100 * accepted) * drafts, seconds)
+        see(length, accepted, draft, verify, timed=piece > 0)
     trials = [4, 4, 0, *tried]
-    assert told[: len(trials)] == [(k, 16) for k in trials]
-    assert set(told[len(trials) : AGAIN]) == {(chosen, 64)}
-    assert told[AGAIN] == ((0 if chosen else 4), 16)
-    assert told[AGAIN + 1] == (chosen, 64)
+    other = 0 if chosen else 4
+    assert told[: len(trials)] == [(k, PROBE) for k in trials]
+    again = [(i, told[i]) for i in range(len(trials), len(told)) if told[i] != (chosen, 64)]
+    assert again == [(len(trials) + pieces, (other, PROBE)) for pieces in (AGAIN, 3 * AGAIN)]
+
+
+def see(length, accepted, draft, verify, *, timed=True, rounds=10):
+    """A piece of the length that comes next, in which a plain step takes a second."""
+    k, drafts = length.next, bool(length.next)
+    seconds = rounds * (k * draft + verify) if k else rounds
+    judged = 10 * rounds * drafts
+    length.saw(k, rounds, judged, round(accepted * judged), seconds if timed else None)
+
+
+def test_a_trial_counts_by_its_rounds_and_what_changed_is_measured_sooner(monkeypatch):
+    monkeypatch.undo()
+    length, told = DraftLength(2), []
+    for rounds, verify in ((1, 0.5), (1, 0.5), (20, 2.4)):  # drafts seem cheap in a trial of one round
+        told.append(length.next)
+        see(length, 0.9, 0.3, verify, rounds=rounds)
+    assert [*told, length.next] == [2, 0, 2, 0]
+    told = []
+    for _ in range(2 * AGAIN + 3):  # now they are
+        told.append(length.next)
+        see(length, 0.9, 0.3, 0.5)
+    assert told == [0] * AGAIN + [2] * (AGAIN + 1) + [0, 2]
+
+
+def test_without_a_clock_pieces_are_whole_and_drafts_longest(monkeypatch):
+    monkeypatch.undo()
+    drafter = _draft.Drafter(DraftLength(4), clock=False)
+    see(drafter.length, 0.0, 1.0, 3.0, timed=False)
+    assert (drafter.length.next, drafter.tokens(64)) == (4, 64)
 
 
 def test_the_table_counts_the_bytes_of_a_step():

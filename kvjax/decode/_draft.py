@@ -251,21 +251,25 @@ class Drafter:
 
     Attributes:
       length: chooses.
+      clock: it may go by what pieces take. Several processes may not, since all must choose the same.
       drafted, accepted: tokens, of all rows.
     """
 
     length: DraftLength
+    clock: bool = True
     drafted: int = 0
     accepted: int = 0
 
     @staticmethod
-    def of(policy: Policy) -> Drafter | None:
+    def of(policy: Policy, state: KVState) -> Drafter | None:
         """For a policy that drafts; None for another."""
-        return None if policy.selection.drafts is None else Drafter(DraftLength(policy.selection.most))
+        if policy.selection.drafts is None:
+            return None
+        return Drafter(DraftLength(policy.selection.most), clock=not state.mesh.across)
 
     def tokens(self, every: int) -> int:
         """Tokens of the next piece, at most ``every``."""
-        return self.length.tokens(every)
+        return self.length.tokens(every) if self.clock else every
 
     def write(
         self,
@@ -289,7 +293,7 @@ class Drafter:
         seconds = time.perf_counter() - begun
         self.drafted += int(counts.drafted.sum())
         self.accepted += int(counts.accepted.sum())
-        timed = _programs() == known and not state.mesh.across
+        timed = self.clock and _programs() == known
         seen = (int(counts.rounds), int(counts.judged.sum()), int(counts.accepted.sum()))
         self.length.saw(k, *seen, seconds if timed else None)
         return state, rows, out

@@ -29,14 +29,14 @@ def best_length(accepted: float, draft: float, verify: float, most: int) -> int:
     return max(range(most + 1), key=gains.__getitem__)
 
 
-PROBE = 16
-"""Tokens of a piece that only measures."""
+PROBE = 8
+"""Tokens of a piece that only measures. Where nothing stands each costs a round, two or three plain steps."""
 
 AGAIN = 16
-"""Pieces after which the other way, drafting or not, is measured once more."""
+"""Pieces after which the other way, drafting or not, is measured once more; then after twice as many."""
 
 FORGETS = 0.8
-"""What an earlier piece counts beside the next one, in acceptance and in seconds."""
+"""What a round of an earlier piece counts beside one of the next, in acceptance and in seconds."""
 
 
 CLEARLY = 1.1
@@ -58,9 +58,11 @@ class DraftLength:
 
     def __init__(self, most: int) -> None:
         self.most, self.next = most, most
-        self._seconds: dict[int, float] = {}  # of a round, by length; 0 is a plain step
+        self._seconds: dict[int, float] = {}  # by length of drafts; 0 is plain steps
+        self._rounds: dict[int, float] = {}  # in those seconds
         self._judged = self._accepted = 0.0
-        self._pieces = 0
+        self._drafts: bool | None = None  # is the better way, as far as is known
+        self._wait = self._left = AGAIN  # pieces between measures of the other way, and until the next
 
     def tokens(self, every: int) -> int:
         """Tokens of the next piece, at most ``every``: few where a way is tried that may be slow."""
@@ -76,16 +78,23 @@ class DraftLength:
           judged, accepted: drafted tokens that followed accepted ones, and those that were accepted.
           seconds: that it took; None where something else was part of it, such as compiling.
         """
-        self._judged = FORGETS * self._judged + judged
-        self._accepted = FORGETS * self._accepted + accepted
+        if judged:
+            self._judged = FORGETS * self._judged + judged
+            self._accepted = FORGETS * self._accepted + accepted
         if seconds is not None and rounds:
-            one, before = seconds / rounds, self._seconds.get(length)
-            self._seconds[length] = one if before is None else FORGETS * before + (1 - FORGETS) * one
-        self._pieces += 1
-        untried = self._untried()
-        self.next = self._best() if untried is None else untried
-        if untried is None and self._pieces % AGAIN == 0:
-            self.next = 0 if self.next else self.most
+            self._seconds[length] = FORGETS * self._seconds.get(length, 0.0) + seconds
+            self._rounds[length] = FORGETS * self._rounds.get(length, 0.0) + rounds
+        self._left -= 1
+        if (untried := self._untried()) is not None:
+            self.next = untried
+            return
+        self.next = self._best()
+        if bool(self.next) != self._drafts:
+            self._drafts = bool(self.next)
+            self._wait = self._left = AGAIN
+        elif self._left <= 0:
+            self.next = 0 if self._drafts else self.most
+            self._wait = self._left = 2 * self._wait
 
     @property
     def _acceptance(self) -> float:
@@ -93,7 +102,11 @@ class DraftLength:
 
     def _speed(self, length: int) -> float:
         """Tokens a second of drafts of a length whose time is known."""
-        return written(self._acceptance, length) / self._seconds[length]
+        return written(self._acceptance, length) / self._round(length)
+
+    def _round(self, length: int) -> float:
+        """Seconds of one."""
+        return self._seconds[length] / self._rounds[length]
 
     def _best(self) -> int:
         """Of those whose times are known; of equal ones the shortest."""
@@ -107,6 +120,6 @@ class DraftLength:
         shorter = draft_lengths(self.most)[-1]
         if shorter in self._seconds:
             return None
-        cheapest = self._seconds[self.most] * (shorter + 1) / (self.most + 1)
+        cheapest = self._round(self.most) * (shorter + 1) / (self.most + 1)
         gains = written(self._acceptance, shorter) / cheapest > CLEARLY * self._speed(self._best())
         return shorter if gains else None

@@ -140,7 +140,7 @@ def generate(
     state, logits = prefill(model, policy, rows, **sizes, weights=weights, seeds=seed)
     out: list[list[int]] = [[] for _ in rows]
     limit = np.full(len(rows), max_new_tokens, np.int32)
-    drafter = Drafter.of(policy)
+    drafter = Drafter.of(policy, state)
     for piece, after in _pieces(model, policy, state, logits, limit, how, stops, weights, MAX_STEPS, drafter):
         state = after
         for row, tokens in enumerate(piece):
@@ -197,7 +197,7 @@ def stream(
     stops = _end_tokens(model) if stops is None else stops
     check_same_call("stream", state.mesh, policy, weights, {"the sampling": (how, limit, [*stops], every)})
     model, weights = on_mesh(model, policy, weights, state.mesh)
-    drafter = Drafter.of(policy)
+    drafter = Drafter.of(policy, state)
     return _pieces(model, policy, state, logits, limit, how, stops, weights, every, drafter)
 
 
