@@ -124,7 +124,9 @@ def prompts() -> list[list[int]]:
 
 @dataclasses.dataclass
 class Life:
-    """A prefill and steps by the likeliest token.
+    """A prefill and steps by the likeliest token that a row has not had.
+
+    A gate in the first layer sees nothing but the token: which of two equal ones goes is up to rounding.
 
     Attributes:
       logits: [STEPS + 1, B, V].
@@ -147,10 +149,14 @@ def live(policy: Policy, on: Mesh, kv_heads: int = 8) -> Life:
     state, logits = kvjax.prefill(it, policy, prompts(), **options, mesh=on)
     kept, logits_read, text = [on.read(metrics.present(state))], [on.read(logits)], []
     sharded, weights = decode.on_mesh(it, policy, weights, on)
+    had = np.zeros(logits_read[0].shape, bool)
+    for row, prompt in enumerate(prompts()):
+        had[row, prompt] = True
     for at in range(STEPS):
         if at % 5 == 0:
             state = decode.reserve(policy, state, 5, 1)
-        fed = logits_read[-1].argmax(axis=-1).astype(np.int32)
+        fed = np.where(had, -np.inf, logits_read[-1]).argmax(axis=-1).astype(np.int32)
+        had[np.arange(len(fed)), fed] = True
         text.append(fed)
         active = np.ones(len(fed), bool)
         state, logits = decode.step_program(

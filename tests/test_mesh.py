@@ -38,6 +38,10 @@ CANCELS = 1e-3
 """φ of random maps makes of visited tokens far more than they are: what is left of its summary is rounding.
 Chunk borders alone move the same steps on one device; with a model in float64 nothing of it is left."""
 
+FLOAT16 = 2e-3
+"""KIVI rounds a group's lowest value and step outwards to float16: rounding in float32 may move them by a
+thousandth. Logits moved by 0.0009."""
+
 
 def lived(*words: str, processes: int = 1, program: str = "mesh_run.py", devices: int = 4) -> list[dict]:
     """What a program found, in one process of eight devices or in two."""
@@ -60,7 +64,8 @@ def check(lines: list[dict]) -> None:
         assert one["kept"] == [0, 0], one
         assert one["text"] == 0, one
         completed = "topk" in one["policy"] and "phi" in one["policy"]
-        assert one["logits"] <= (CANCELS if completed else CLOSE), one
+        bound = CANCELS if completed else FLOAT16 if "kivi" in one["policy"] else CLOSE
+        assert one["logits"] <= bound, one
         assert min(one["held"]) > 0
 
 
