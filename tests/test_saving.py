@@ -408,11 +408,17 @@ def parted(state: kvjax.KVState, file, folder, sizes: str) -> None:
     ]
     shared = {name: x for name, x in arrays.items() if not name[0].isdigit()}
 
+    kv_heads = state.layers[0].ring.k.shape[1]
+
     def block_of(x: np.ndarray, spec: jax.P, block: device_parts.Block) -> np.ndarray:
-        return np.split(x, block.of)[block.at] if spec == jax.P(("data", "tensor")) else x[block.index]
+        if spec == jax.P(("data", "tensor")):
+            return np.split(x, block.of)[block.at]
+        rows, heads = block.index
+        each = x.shape[1] // kv_heads  # several of queries
+        return x[rows, heads.start * each : heads.stop * each]
 
     folder.mkdir()
-    for block in device_parts.blocks(mesh, state.rows, state.layers[0].ring.k.shape[1]):
+    for block in device_parts.blocks(mesh, state.rows, kv_heads):
         own = [jax.tree.map(lambda x, s, b=block: block_of(x, s, b), one, of_state(one)) for one in layers]
         write_part(folder, block, shared, own, {n: fields[n] for n in fields if n != "layers"})
 
