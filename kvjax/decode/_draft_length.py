@@ -30,7 +30,7 @@ def best_length(accepted: float, draft: float, verify: float, most: int) -> int:
 
 
 PROBE = 8
-"""Tokens of a piece that only measures. Where nothing stands each costs a round, two or three plain steps."""
+"""Tokens of a piece that only measures. Where nothing stands each costs a round: several plain steps."""
 
 AGAIN = 16
 """Pieces after which the other way, drafting or not, is measured once more; then after twice as many."""

@@ -15,7 +15,7 @@ pages lie.
   a list of a few first tokens. Then small chunks with an owner are read one by one, and no others.
 * As a prompt's do, KV head by KV head. Then a float32 chunk is read as one long page: products of 64 or 256
   keys are too short for a second thread, and for the registers of one. The few pages in it of other KV heads
-  are read by small chunks. (Steps that read 2 KV heads of 32,768 tokens take 1.15 to 1.23 times those of a
+  are read by small chunks. (Steps that read 2 KV heads of 32,768 tokens take 1.13 to 1.23 times those of a
   ring, all in place 1.29 to 1.63: ``own`` of ``python -m benchmarks drafted``, two CPU cores.)
 
 On a CPU bfloat16 is always read in place: XLA makes all of it float32 for a loop, and is up to three times as

@@ -29,9 +29,8 @@ from train.embedded import gate_card
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"KVJAX_DATA": "/nowhere", "JAX_PLATFORMS": "cpu"}
-ENVIRONMENT |= {
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"
-}  # as ``quick_compiles`` has it here: losses are equal to the bit
+# As ``quick_compiles`` has it in this process: losses are compared to the last bit.
+ENVIRONMENT |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 FOUR = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
 
 
