@@ -77,8 +77,15 @@ def test_chunks_read_what_a_whole_prompt_reads(policy):
     life = conformance.live(policy)  # in chunks of 16
     sizes = {"context": tiny.CONTEXT, "page": tiny.PAGE, "chunk_size": 64}
     state, _ = kvjax.prefill(tiny.model(), policy, life.prompts, **sizes, weights=tiny.weights(policy))
-    # A page's codes are rounded anew when a chunk brings a larger key: by up to a step, of keys of up to 30.
-    atol = 2e-4 if policy.storage.exact else 30 / 127
+    atol = 2e-4
+    if not policy.completion.idle:
+        # A read subtracts what it visits. In places one part in 65,000 of a feature's sum is left, and a
+        # rounding of the sum weighs as much more there: 2.8e-4 was seen, where others differ by 6e-5.
+        atol = 2e-3
+    elif not policy.storage.exact:
+        # A page's codes are rounded anew when a chunk brings a larger key: by up to a step, of keys of up
+        # to 30.
+        atol = 30 / 127
     conformance.same(policy, decode.reserve(policy, state, conformance.STEPS, 1), life, atol=atol)
 
 
