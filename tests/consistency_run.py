@@ -63,6 +63,9 @@ def main() -> None:
         "versions": refused(lambda: launch._compare(launch.versions() if first else OLDER)),
         "files": refused(lambda: hf.load(Path(folder if first else other), mesh=mesh)),
         "dtype": refused(lambda: hf.load(Path(folder), dtype="float32" if first else "bfloat16", mesh=mesh)),
+        "weight_dtype": refused(
+            lambda: hf.load(Path(folder), weight_dtype="int8" if first else None, mesh=mesh)
+        ),
         "model": refused(lambda: kvjax.prefill(trained, **row, mesh=mesh)),
         "policy": refused(prefill(policy="snapkv(8) + uniform(24)" if first else "snapkv(12) + uniform(24)")),
         "prompts": refused(prefill(prompts=prompts if first else [tiny.prompt(9)[::-1]])),

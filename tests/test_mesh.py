@@ -104,12 +104,14 @@ def test_no_step_moves_a_pool_between_devices():
     policies = ("full", CONF, "topk(5, sinks=2, tail=6)", SHARED, GATES)
     lines = lived("data=2,tensor=4", "--moved", "--only", *policies)
     assert len(lines) == len(policies)
+    scores = "all-gather [2,8,262]"
     for one in lines:
         # Two products a layer and the embedding; what policies reduce over heads: never an axis of heads, of
-        # pages or of channels.
+        # pages or of channels. But a budget that heads share compares their scores, a float a slot.
         assert one["moved"].count("all-reduce [2,1,32]") == 5, one
-        odd = [x for x in one["moved"] if not re.fullmatch(r"all-\w+ \[(\d+(,\d+)?|\d+,1,\d+)\]", x)]
-        assert not odd, one
+        assert one["moved"].count(scores) == (2 if one["policy"] == SHARED else 0), one
+        reduced = re.compile(r"all-\w+ \[(\d+(,\d+)?|\d+,1,\d+)\]")
+        assert not [x for x in one["moved"] if x != scores and not reduced.fullmatch(x)], one
 
 
 HOSTED = (
@@ -208,6 +210,7 @@ def test_processes_that_were_given_different_things_are_refused(tmp_path):
         "versions": f"the version of numpy (here '{np.__version__.partition('.')[0]}",
         "files": "the weights",
         "dtype": "the dtype (here 'float32')",
+        "weight_dtype": "the weight_dtype (here 'int8')",
         "model": "the model (here " + refusals["model"].partition("(here ")[2].partition(".")[0],
         "policy": "the policy (here 'snapkv(8) + uniform(24)')",
         "prompts": "the prompts",
@@ -463,7 +466,9 @@ def test_without_the_launcher_a_killed_process_ends_the_others_with_a_sentence(v
     sentence = (
         f"error: process {victim} of this program was lost, and the others end. Start all of them again."
     )
-    assert (tmp_path / f"{1 - victim}").read_text().splitlines() == [sentence]
+    lines = (tmp_path / f"{1 - victim}").read_text().splitlines()
+    assert lines[-1] == sentence
+    assert not any("Traceback" in line for line in lines), lines  # what XLA says as it starts is not ours
 
 
 # --- the example of docs/devices.md, with the gates that the embedded model ships ----------------

@@ -129,10 +129,8 @@ def load(
     else:
         files = [GgufWeights(header, spec, "float32" if weight_dtype else str(dtype))]
     if mesh.across:
-        dtypes = f"{dtype} {weight_dtype}"
-        check_consistent(
-            "load", mesh, {"the config": config, "the weights": stamp(files), "the dtype": dtypes}
-        )
+        given = {"the config": config, "the weights": stamp(files), "the dtype": str(dtype)}
+        check_consistent("load", mesh, given | {"the weight_dtype": str(weight_dtype)})
     params = read_weights(place, files, spec, dtype, mesh, weight_dtype, on_values)
     return Model(spec=spec, params=params, folder=place)
 
