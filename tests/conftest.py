@@ -121,14 +121,15 @@ IN_FULL = ("test_aot_plan", "test_bench", "test_in_place", "test_mesh", "test_pl
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    """LLVM in a hurry whatever the marks; a default run has it everywhere (``compiler``)."""
-    if request.module.__name__.rpartition(".")[2] in IN_FULL:
-        yield
-        return
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", compiler.in_a_hurry())
+def quick_compiles(request: pytest.FixtureRequest) -> None:
+    """LLVM in a hurry whatever the marks; a default run has it everywhere (``compiler``).
+
+    What was compiled the other way (as modules were imported, say) is dropped: it may differ in the last bit.
+    """
+    hurry = compiler.in_a_hurry() or request.module.__name__.rpartition(".")[2] not in IN_FULL
+    if jax.config.values["jax_disable_most_optimizations"] != hurry:
+        jax.config.update("jax_disable_most_optimizations", hurry)
+        jax.clear_caches()
 
 
 looked = 0.0

@@ -111,6 +111,7 @@ def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, have):
     config = config_at(tmp_path)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     environment = os.environ | {"KVJAX_DATA": "/nowhere", "JAX_PLATFORMS": "cpu"}
+    environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # as ``quick_compiles`` has it in this process
     command = [sys.executable, "-m", "train.embedded.pretrain", "--config", str(tmp_path / "config.yaml")]
     victim = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "run" / "log.jsonl"
