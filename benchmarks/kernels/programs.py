@@ -55,7 +55,8 @@ NOTHING_MOVES = {
         "optimization-barrier",
     ),
     # Kernels; and what only holds other operations or ends one, which are seen where they begin.
-    *("custom-call", "call", "while", "conditional", "copy-done", "async-done", "after-all"),
+    *("custom-call", "call", "call-start", "call-done", "while", "conditional"),
+    *("copy-done", "async-done", "after-all"),
 }
 # Of tuples that hold sources too: (destination, source, ...) and ((source), destination, ...).
 _DESTINATION = {"copy-start": slice(0, 1), "slice-start": slice(1, 2)}

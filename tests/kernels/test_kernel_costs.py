@@ -153,6 +153,10 @@ PROGRAM = """HloModule x
   %t = f32[16,8]{1,0} transpose(%p)
   ROOT %r = f32[8]{0} reduce(%t)
 }
+%gathers (p: f32[8,16]) -> f32[4,16] {
+  %p = f32[8,16]{1,0} parameter(0)
+  ROOT %g = f32[4,16]{1,0} gather(%p)
+}
 ENTRY %main (a: f32[8,16]) -> f32[8,16] {
   %a = f32[8,16]{1,0:T(8,128)} parameter(0)
   %f = f32[8]{0} fusion(%a), kind=kLoop, calls=%fused
@@ -160,6 +164,8 @@ ENTRY %main (a: f32[8,16]) -> f32[8,16] {
   %s = (bf16[4,32]{1,0}, /*index=1*/u32[]) copy-start(%b)
   %v = (f32[8,16]{1,0:T(8,128)S(1)}, f32[8,16]{1,0}, u32[]{:S(2)}) copy-start(%b)
   %w = ((f32[8,16]{1,0}), f32[4,16]{1,0:T(8,128)S(1)}, s32[]{:T(128)}) slice-start(%b)
+  %c = ((f32[8,16]{1,0}), f32[4,16]{1,0}, u32[]) call-start(%b), to_apply=%gathers
+  %d = f32[4,16]{1,0} call-done(%c)
   ROOT %k = (f32[8,16]{1,0}, f32[8]{0}) custom-call(%b), custom_call_target="x"
 }
 """
@@ -169,6 +175,7 @@ def test_copies_are_found_by_size_and_only_where_memory_is_written():
     program = types.SimpleNamespace(as_text=lambda: PROGRAM)
     assert programs.copies(program, 128) == ["copy f32[8,16]", "copy-start bf16[4,32]"]
     assert programs.copies(program, 129) == []
+    assert programs.copies(program, 64)[0] == "gather f32[4,16]"
     assert "fusion f32[8]" in programs.copies(program, 8)
     assert programs.copies(program, 128, vmem=True) == ["copy-start f32[8,16]"]
     assert programs.copies(program, 64, vmem=True) == ["copy-start f32[8,16]", "slice-start f32[4,16]"]
