@@ -242,8 +242,11 @@ def process(folder: Path, *words: str, **environment: str) -> Iterator[tuple[sub
     try:
         url = ""
         for line in child.stderr:
-            url = url or json.loads(line).get("url", "")
-            if json.loads(line)["event"] == "ready":
+            event = (
+                json.loads(line) if line.startswith("{") else {}
+            )  # XLA says a line of its own as it starts
+            url = url or event.get("url", "")
+            if event.get("event") == "ready":
                 break
         yield child, url
     finally:

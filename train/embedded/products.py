@@ -40,7 +40,8 @@ def _dot(a: Array, b: Array, over: int) -> Array:
     sides = (((a.ndim - 1,), (over,)), (many, many))
     if jax.__version_info__ < (0, 8):  # whose CPUs lack this product for some shapes
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return jax.lax.dot_general(a, b, sides, preferred_element_type=jnp.float32)
+    # Behind the barrier no transpose is folded into the product: CPUs lack some of those that come of it.
+    return jax.lax.optimization_barrier(jax.lax.dot_general(a, b, sides, preferred_element_type=jnp.float32))
 
 
 @jax.custom_vjp
