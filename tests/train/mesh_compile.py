@@ -39,7 +39,7 @@ def gate_step(path: Path, layout: mesh.Layout) -> None:
     spec = settings.spec or gate_settings.backbone(settings).spec
     loss, params = gates.abstract_loss(settings, spec, layout, "xla")
     length = max(settings.data["lengths"])
-    rows = max(settings.data["tokens"] // length, layout.mesh.size(mesh.DATA))
+    rows = max(settings.data["tokens"] // length, layout.mesh.size(specs.DATA))
     tokens = jax.ShapeDtypeStruct((rows, length), "int32", sharding=layout.of(specs.ROWS))
     chosen = gate_settings.optimizer(settings.rate, settings.plan.steps)
     aot.compiled_step("v5e:2x4", HERE, layout, loss, params, chosen, {"tokens": tokens})
@@ -80,6 +80,7 @@ def control(layout: mesh.Layout) -> None:
 
 
 def main() -> None:
+    jax.config.update("jax_enable_compilation_cache", False)  # what is read from the disk warns of nothing
     data, tensor = map(int, sys.argv[1:3])
     layout = mesh.layout(data, tensor)
     for name in sys.argv[3:]:

@@ -99,7 +99,7 @@ WARNING = "Involuntary full rematerialization"
 @pytest.mark.slow
 def test_no_shipped_config_makes_the_partitioner_move_a_whole_table():
     names = ["control", *map(str, sorted(ROOT.glob("configs/gates/*.yaml"))), "configs/pretrain/base.yaml"]
-    names = [name for name in names if "duo" not in name]
+    names = [name for name in names if "duo" not in name and "smollm2" not in name]  # a model of the hub
     said = ran(str(HERE / "mesh_compile.py"), "4", "2", *names)
     parts = dict(part.split("\n", 1) for part in said.split("# ")[1:])
     assert parts.keys() == set(names)
