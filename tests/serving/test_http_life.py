@@ -242,9 +242,7 @@ def process(folder: Path, *words: str, **environment: str) -> Iterator[tuple[sub
     try:
         url = ""
         for line in child.stderr:
-            event = (
-                json.loads(line) if line.startswith("{") else {}
-            )  # XLA says a line of its own as it starts
+            event = json.loads(line) if line.startswith("{") else {}  # XLA says lines of its own
             url = url or event.get("url", "")
             if event.get("event") == "ready":
                 break
